@@ -1,0 +1,1 @@
+"""COCO-format data: reading, augmenting, evaluating, drawing and generating."""

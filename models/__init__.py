@@ -1,0 +1,1 @@
+"""Detectors, their losses and the LightningModule that trains them."""

@@ -1,0 +1,1 @@
+"""Multi-scale deformable attention: definition, reference and Triton kernels."""

@@ -1,0 +1,1 @@
+"""Triton kernels of multi-scale deformable attention."""

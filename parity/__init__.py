@@ -1,0 +1,1 @@
+"""Comparison of attention ops: cases, bounds and verdicts."""
