@@ -1,0 +1,50 @@
+"""Multi-scale deformable attention in plain PyTorch: any float dtype, any device, differentiable more than once."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from msda_op.levels import HostShapes, level_starts
+
+# A level of size n ends at pixel coordinates -1 and n, where zero padding has faded to nothing. In units of the level
+# these lie inside (-1, 2) for every n >= 1, so a location beyond them samples nothing.
+_LOWEST, _HIGHEST = -1.0, 2.0
+
+
+def ms_deform_attn_reference(
+    value: Tensor, spatial_shapes: HostShapes, sampling_locations: Tensor, attention_weights: Tensor
+) -> Tensor:
+    """Sums bilinear samples of all levels, weighted by the attention (arXiv 2010.04159, eq. 3, without projections).
+
+    output[b, q, m] = sum_l sum_k attention_weights[b, q, m, l, k] * bilinear(value_l[b, :, m], location[b, q, m, l, k])
+
+    Args:
+        value: `[B, S, M, D]`, any float dtype; levels one after the other, row-major.
+        spatial_shapes: L pairs (h, w).
+        sampling_locations: `[B, Q, M, L, K, 2]` (x, y), 0..1 spans the padded level; outside it value is zero.
+        attention_weights: `[B, Q, M, L, K]`, any float dtype.
+
+    Returns:
+        `[B, Q, M*D]` in the dtype of `value`; the arithmetic runs in the widest dtype given, at least float32.
+
+    Notes:
+        Differentiable any number of times in all three tensors. NaN and infinite locations sample nothing.
+    """
+    batch, _, num_heads, head_dim = value.shape
+    num_queries, num_points = sampling_locations.shape[1], sampling_locations.shape[4]
+    dtype = torch.promote_types(torch.promote_types(value.dtype, sampling_locations.dtype), attention_weights.dtype)
+    dtype = torch.promote_types(dtype, torch.float32)
+
+    locations = sampling_locations.to(dtype)
+    reachable = (locations > _LOWEST) & (locations < _HIGHEST)
+    grids = 2 * torch.where(reachable, locations, _LOWEST) - 1
+    output = value.new_zeros((batch * num_heads, head_dim, num_queries), dtype=dtype)
+    for level, (start, (h, w)) in enumerate(zip(level_starts(spatial_shapes), spatial_shapes, strict=True)):
+        plane = value[:, start : start + h * w].to(dtype).permute(0, 2, 3, 1)
+        plane = plane.reshape(batch * num_heads, head_dim, h, w)
+        grid = grids[:, :, :, level].transpose(1, 2).reshape(batch * num_heads, num_queries, num_points, 2)
+        weights = attention_weights[:, :, :, level].to(dtype).transpose(1, 2)
+        samples = F.grid_sample(plane, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+        output = output + (samples * weights.reshape(batch * num_heads, 1, num_queries, num_points)).sum(-1)
+    output = output.view(batch, num_heads * head_dim, num_queries).transpose(1, 2)
+    return output.to(value.dtype).contiguous()

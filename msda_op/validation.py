@@ -1,0 +1,149 @@
+"""Checks of the op's arguments; every failure is a ValueError that names the argument, the rule and what came."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from msda_op.levels import HostShapes, LevelStarts, SpatialShapes, level_starts, read_shapes, read_starts
+
+_TABLE_DTYPES = (torch.int32, torch.int64)
+
+
+def validate_inputs(
+    value: Tensor,
+    spatial_shapes: SpatialShapes,
+    level_start_index: LevelStarts,
+    sampling_locations: Tensor,
+    attention_weights: Tensor,
+) -> None:
+    """Checks ranks, sizes, dtypes, devices and the level table of a call of the op.
+
+    Args:
+        value: `[B, S, M, D]`, floating point.
+        spatial_shapes: `[L, 2]` int32 or int64 tensor, or L pairs; rows are (h, w).
+        level_start_index: `[L]` int32 or int64 tensor, or L ints; None only where `spatial_shapes` holds pairs.
+        sampling_locations: `[B, Q, M, L, K, 2]`, float32 (or float64, with a float64 value).
+        attention_weights: `[B, Q, M, L, K]`, floating point.
+
+    Raises:
+        ValueError: if an argument breaks a rule.
+
+    Notes:
+        Never waits for the device: a level table in device memory is checked by shape, dtype and device alone, and its
+        numbers are the caller's responsibility. A table on the host is checked in full.
+    """
+    _check_tensors(value, sampling_locations, attention_weights)
+    num_levels = sampling_locations.shape[3]
+    _check_shapes_form(spatial_shapes, num_levels, value.device)
+    _check_starts_form(spatial_shapes, level_start_index, num_levels, value.device)
+    if not _on_host(spatial_shapes):
+        return
+    shapes = read_shapes(spatial_shapes)
+    check_level_table(shapes, value.shape[1])
+    if level_start_index is not None and _on_host(level_start_index):
+        starts = read_starts(level_start_index)
+        if starts != level_starts(shapes):
+            raise ValueError(
+                f"level_start_index must be {level_starts(shapes)} for spatial_shapes {shapes}, got {starts}; "
+                f"store the levels one after the other"
+            )
+
+
+def check_level_table(spatial_shapes: HostShapes, value_length: int) -> None:
+    """Checks that level sizes are positive and add up to the length of `value`.
+
+    Raises:
+        ValueError: if they do not.
+    """
+    if any(h < 1 or w < 1 for h, w in spatial_shapes):
+        raise ValueError(f"spatial_shapes must hold sizes of at least 1, got {spatial_shapes}; leave empty levels out")
+    total = sum(h * w for h, w in spatial_shapes)
+    if total != value_length:
+        raise ValueError(
+            f"spatial_shapes must add up to S = {value_length} rows of value, got {spatial_shapes} = {total} rows; "
+            f"pass (h, w) of each level in the order of value"
+        )
+
+
+def _check_tensors(value: Tensor, sampling_locations: Tensor, attention_weights: Tensor) -> None:
+    for name, tensor, form in (
+        ("value", value, "[B, S, M, D]"),
+        ("sampling_locations", sampling_locations, "[B, Q, M, L, K, 2]"),
+        ("attention_weights", attention_weights, "[B, Q, M, L, K]"),
+    ):
+        rank = form.count(",") + 1
+        if tensor.dim() != rank:
+            raise ValueError(f"{name} must have {rank} dimensions {form}, got shape {tuple(tensor.shape)}; reshape it")
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} must be floating point, got {tensor.dtype}; convert it")
+        if tensor.device != value.device:
+            raise ValueError(f"{name} must be on the device of value, {value.device}, got {tensor.device}; move it")
+    wide = value.dtype == torch.float64
+    if sampling_locations.dtype != torch.float32 and not (wide and sampling_locations.dtype == torch.float64):
+        raise ValueError(
+            f"sampling_locations must be float32{' or float64' if wide else ''}, got {sampling_locations.dtype}; "
+            f"compute locations in float32 (half precision is up to a pixel wrong), e.g. with autocast disabled"
+        )
+    batch, _, num_heads, head_dim = value.shape
+    if num_heads < 1 or head_dim < 1:
+        raise ValueError(f"value must have M >= 1 and D >= 1, got shape {tuple(value.shape)}; pass [B, S, M, D]")
+    expected = (batch, sampling_locations.shape[1], num_heads, *sampling_locations.shape[3:5], 2)
+    if sampling_locations.shape != expected or 0 in expected[3:5]:
+        raise ValueError(
+            f"sampling_locations must be [B={batch}, Q, M={num_heads}, L >= 1, K >= 1, 2], "
+            f"got shape {tuple(sampling_locations.shape)}; match batch and heads of value and end in (x, y)"
+        )
+    if attention_weights.shape != expected[:-1]:
+        raise ValueError(
+            f"attention_weights must have shape {tuple(expected[:-1])} [B, Q, M, L, K], "
+            f"got {tuple(attention_weights.shape)}; give one weight to each sampling location"
+        )
+
+
+def _on_host(table: Tensor | Sequence) -> bool:
+    return not isinstance(table, Tensor) or table.device.type == "cpu"
+
+
+def _check_shapes_form(spatial_shapes: SpatialShapes, num_levels: int, device: torch.device) -> None:
+    if isinstance(spatial_shapes, Tensor):
+        _check_table_tensor("spatial_shapes", spatial_shapes, (num_levels, 2), device)
+        return
+    pairs = all(isinstance(pair, Sequence) and len(pair) == 2 and _all_ints(pair) for pair in spatial_shapes)
+    if not pairs or len(spatial_shapes) != num_levels:
+        raise ValueError(
+            f"spatial_shapes must hold L = {num_levels} pairs of ints (h, w), got {spatial_shapes!r}; "
+            f"give one pair to each level of sampling_locations"
+        )
+
+
+def _check_starts_form(
+    spatial_shapes: SpatialShapes, level_start_index: LevelStarts, num_levels: int, device: torch.device
+) -> None:
+    if level_start_index is None:
+        if isinstance(spatial_shapes, Tensor):
+            raise ValueError(
+                "level_start_index must be given where spatial_shapes is a tensor, got None; "
+                "pass [L] first rows of the levels, or spatial_shapes as a tuple of (h, w) pairs"
+            )
+        return
+    if isinstance(level_start_index, Tensor):
+        _check_table_tensor("level_start_index", level_start_index, (num_levels,), device)
+    elif len(level_start_index) != num_levels or not _all_ints(level_start_index):
+        raise ValueError(
+            f"level_start_index must hold L = {num_levels} ints, got {level_start_index!r}; "
+            f"give the first row of each level of value"
+        )
+
+
+def _all_ints(numbers: Sequence) -> bool:
+    return all(isinstance(number, int) for number in numbers)
+
+
+def _check_table_tensor(name: str, table: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    if tuple(table.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(table.shape)}; give one row to each level")
+    if table.dtype not in _TABLE_DTYPES:
+        raise ValueError(f"{name} must be int32 or int64, got {table.dtype}; convert it")
+    if table.device.type != "cpu" and table.device != device:
+        raise ValueError(f"{name} must be on the CPU or on the device of value, {device}, got {table.device}; move it")
