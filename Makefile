@@ -1,0 +1,37 @@
+# make train [ARGS="..."]   sets up and trains; ARGS are Hydra overrides
+# make test  [ARGS="..."]   sets up and tests; ARGS go to pytest
+# make check                lint, format and types
+PYTHON ?= python3
+VENV := .venv
+ARGS ?=
+
+.PHONY: train test check clean
+
+train: $(VENV)/installed
+	$(VENV)/bin/python train.py $(ARGS)
+
+test: $(VENV)/installed-test
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+check: $(VENV)/installed-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: pyproject.toml | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e .[test]
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e .[dev]
+	touch $@
+
+clean:
+	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -1,0 +1,112 @@
+"""Lightning callbacks about the run itself: speed, progress bar, manifest."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.utilities import rank_zero_only
+
+from models.environment import describe_environment
+
+
+class Throughput(Callback):
+    """Logs `train/img_per_s` over all processes (data loading counts, evaluation does not) and the peak GPU memory.
+
+    The clock is the host's. A step waits for the device once (the matcher's copy), so the host cannot run more than
+    one step ahead and no synchronisation is added here.
+    """
+
+    def __init__(self) -> None:
+        self._images = 0
+        self._seconds = 0.0
+        self._since: float | None = None
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts the clock."""
+        self._since = time.perf_counter()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stops the clock."""
+        self._stop()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts the clock again if training goes on."""
+        if trainer.training or trainer.state.fn == "fit":
+            self._since = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: dict[str, Any], batch_idx: int
+    ) -> None:
+        """Counts the batch's images; logs and starts a new window every `log_every_n_steps` batches."""
+        self._images += batch["images"].shape[0] * trainer.world_size
+        if (batch_idx + 1) % trainer.log_every_n_steps and not trainer.is_last_batch:
+            return
+        self._stop()
+        pl_module.log("train/img_per_s", self._images / max(self._seconds, 1e-9), prog_bar=True)
+        if pl_module.device.type == "cuda":
+            pl_module.log("train/peak_memory_mib", torch.cuda.max_memory_allocated(pl_module.device) / 2**20)
+        self._images, self._seconds, self._since = 0, 0.0, time.perf_counter()
+
+    def _stop(self) -> None:
+        if self._since is not None:
+            self._seconds += time.perf_counter() - self._since
+        self._since = None
+
+
+class ProgressBar(RichProgressBar):
+    """Rich progress bar that reads device values every `log_every_n_steps` batches only.
+
+    Lightning's own bar reads every metric after each step, which makes the host wait for the device.
+    """
+
+    def __init__(self, refresh_rate: int) -> None:
+        super().__init__(refresh_rate=refresh_rate)
+        self._shown: dict[str, int | str | float | dict[str, float]] = {}
+
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        """Returns the values beside the bar, without their `train/` and without Lightning's version number."""
+        if not self._shown or trainer.global_step % trainer.log_every_n_steps == 0:
+            metrics = super().get_metrics(trainer, pl_module)
+            metrics.pop("v_num", None)
+            self._shown = {name.removeprefix("train/"): value for name, value in metrics.items()}
+        return self._shown
+
+
+class RunManifest(Callback):
+    """Writes `manifest.json` into the run folder, and config and categories into every checkpoint.
+
+    Args:
+        run_dir: The run's folder.
+        config: The resolved configuration.
+        categories: One `{"id": ..., "name": ...}` a class, in the order of the class indices.
+    """
+
+    def __init__(self, run_dir: str, config: dict[str, Any], categories: list[dict[str, Any]]) -> None:
+        self.run_dir = Path(run_dir)
+        self.config = config
+        self.categories = categories
+
+    @rank_zero_only
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Writes the manifest before the first step, so that a run that dies has one too."""
+        parameters = sum(parameter.numel() for parameter in pl_module.parameters())
+        trainable = sum(parameter.numel() for parameter in pl_module.parameters() if parameter.requires_grad)
+        manifest = {
+            "environment": describe_environment(),
+            "world_size": trainer.world_size,
+            "parameters": parameters,
+            "trainable_parameters": trainable,
+            "categories": self.categories,
+            "config": self.config,
+        }
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        (self.run_dir / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Adds `config` and `categories` to the checkpoint, as plain Python values."""
+        checkpoint["config"] = self.config
+        checkpoint["categories"] = self.categories

@@ -1,0 +1,82 @@
+"""The LightningModule: a step, its logs and its optimiser."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor, nn
+
+from models.criterion import Criterion
+from models.normalization import ImageNormalizer
+from models.optimization import AdamWSettings, Schedule, build_scheduler
+from models.postprocess import postprocess
+from models.structures import DetectorOutput, Targets
+
+
+class Detector(pl.LightningModule):
+    """Trains and evaluates a DETR-family model.
+
+    A batch is the dict that `coco.collate` makes: `images` uint8 [B, 3, H, W], `padding_mask` bool [B, H, W],
+    `labels` int64 [sum of T], `boxes_cxcywh` float32 [sum of T, 4], `num_targets`, `original_sizes_hw` int64 [B, 2]
+    and `image_ids`.
+
+    Args:
+        model: Maps an ImageBatch to a DetectorOutput.
+        criterion: Maps output and targets to the weighted loss and its terms.
+        normalizer: Maps raw images to an ImageBatch on the device.
+        optimizer: Settings of the optimiser and its parameter groups.
+        schedule: Shape of the learning-rate curve.
+        top_k: Detections kept for each image.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        criterion: Criterion,
+        normalizer: ImageNormalizer,
+        optimizer: AdamWSettings,
+        schedule: Schedule,
+        top_k: int,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.criterion = criterion
+        self.normalizer = normalizer
+        self.optimizer_settings = optimizer
+        self.schedule = schedule
+        self.top_k = top_k
+
+    def forward(self, batch: dict[str, Any]) -> DetectorOutput:
+        """Runs the model on a batch."""
+        return self.model(self.normalizer(batch["images"], batch["padding_mask"]))
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        """Returns the weighted loss; logs it and its terms every `log_every_n_steps` batches."""
+        targets = Targets(batch["labels"], batch["boxes_cxcywh"], batch["num_targets"])
+        losses = self.criterion(self(batch), targets, self._mean_over_processes)
+        if (batch_idx + 1) % self.trainer.log_every_n_steps == 0 or self.trainer.is_last_batch:
+            batch_size = len(batch["image_ids"])
+            self.log("train/loss", losses.total, prog_bar=True, batch_size=batch_size)
+            self.log_dict({f"train/{name}": value for name, value in losses.terms.items()}, batch_size=batch_size)
+            for name in ("loss_ce", "loss_bbox", "loss_giou"):
+                self.log(name, losses.terms[name], prog_bar=True, logger=False, batch_size=batch_size)
+        return losses.total
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        """Returns the images' ids and their detections in pixels of the original images."""
+        detections = postprocess(self(batch), batch["original_sizes_hw"], self.top_k)
+        return {"image_ids": batch["image_ids"], "detections": detections}
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        """Builds the optimiser and a schedule that moves once an optimiser step."""
+        optimizer = self.optimizer_settings.build(self.model)
+        total_steps = int(self.trainer.estimated_stepping_batches)
+        scheduler = build_scheduler(self.schedule, optimizer, total_steps, max(0, self.trainer.max_epochs or 0))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _mean_over_processes(self, value: Tensor) -> Tensor:
+        if self.trainer.world_size == 1:
+            return value
+        return torch.as_tensor(self.trainer.strategy.reduce(value, reduce_op="mean"))

@@ -1,0 +1,61 @@
+"""What a run ran on: versions, hardware, commit; and the switch for TF32."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("triton-detr", "torch", "torchvision", "triton", "lightning", "hydra-core", "pycocotools", "numpy", "scipy")
+
+
+def package_versions() -> dict[str, str]:
+    """Returns the installed version of each package that a result depends on, or "not installed"."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
+
+
+def source_commit() -> dict[str, Any]:
+    """Returns the checkout's commit and whether files differ from it; `commit` is None outside a git checkout."""
+    root = Path(__file__).resolve().parent.parent
+    git = ["git", "-C", str(root)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        status = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return {"commit": None, "dirty": None}
+    return {"commit": commit, "dirty": bool(status.strip())}
+
+
+def describe_environment() -> dict[str, Any]:
+    """Describes software, hardware and source of the running process, ready for JSON."""
+    return {
+        "command": " ".join(sys.argv),
+        "python": platform.python_version(),
+        "packages": package_versions(),
+        "cuda": torch.version.cuda,
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "cpu_threads": torch.get_num_threads(),
+        "cpu_cores": os.cpu_count(),
+        "tf32": {"matmul": torch.backends.cuda.matmul.allow_tf32, "cudnn": torch.backends.cudnn.allow_tf32},
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        **source_commit(),
+    }
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Lets float32 matrix products and convolutions use TF32, or forbids both.
+
+    PyTorch's own defaults differ between the two (convolutions yes, products no), so that "fp32" would not be fp32.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch.backends.cudnn.allow_tf32 = allowed

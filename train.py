@@ -1,0 +1,60 @@
+"""Trains or validates a detector: `python train.py [group=option] [key=value] ...`; `--help` lists both."""
+
+import sys
+
+import hydra
+import lightning.pytorch as pl
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from coco.callbacks import CocoEvaluation
+from models.callbacks import RunManifest
+from models.checkpoints import load_weights
+from models.detector import Detector
+from models.environment import allow_tf32
+from models.preflight import check_run
+
+
+@hydra.main(version_base="1.3", config_path="configs", config_name="train")
+def main(cfg: DictConfig) -> float | None:
+    """Runs one job; returns the last validation AP, which a sweep can optimise."""
+    try:
+        check_run(cfg)
+        allow_tf32(cfg.precision.allow_tf32)
+        pl.seed_everything(cfg.seed, workers=True, verbose=False)
+        datamodule = instantiate(cfg.data)
+        datamodule.check()
+        cfg.num_classes = datamodule.num_classes
+        model = instantiate(cfg.model)
+        if cfg.weights is not None:
+            load_weights(model, cfg.weights)
+        detector = Detector(
+            model=model,
+            criterion=instantiate(cfg.criterion),
+            normalizer=instantiate(cfg.normalizer),
+            optimizer=instantiate(cfg.optimizer),
+            schedule=instantiate(cfg.schedule),
+            top_k=cfg.detector.top_k,
+        )
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(f"error: {error}")
+    trainer = build_trainer(cfg, datamodule)
+    if cfg.mode == "validate":
+        trainer.validate(detector, datamodule, ckpt_path=cfg.ckpt_path)
+    else:
+        trainer.fit(detector, datamodule, ckpt_path=cfg.ckpt_path)
+    ap = trainer.callback_metrics.get("val/AP")
+    return None if ap is None else float(ap)
+
+
+def build_trainer(cfg: DictConfig, datamodule: pl.LightningDataModule) -> pl.Trainer:
+    """Makes the Trainer with its loggers and callbacks."""
+    categories = [{"id": category.id, "name": category.name} for category in datamodule.categories]
+    callbacks = [instantiate(callback) for callback in cfg.callbacks.values() if callback is not None]
+    callbacks.append(CocoEvaluation(run_dir=cfg.run_dir))
+    callbacks.append(RunManifest(cfg.run_dir, OmegaConf.to_container(cfg, resolve=True), categories))
+    return instantiate(cfg.trainer, callbacks=callbacks, logger=[instantiate(item) for item in cfg.logger.values()])
+
+
+if __name__ == "__main__":
+    main()
