@@ -38,9 +38,7 @@ def check_run(cfg: DictConfig) -> None:
     if cfg.mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {cfg.mode}")
     if cfg.mode == "validate" and cfg.ckpt_path is None and cfg.model.weights is None:
-        raise ValueError(
-            "mode=validate must have weights to validate, got none; set ckpt_path=... or model.weights=..."
-        )
+        raise ValueError("mode=validate must have weights, got none; set ckpt_path=... or model.weights=...")
     if cfg.ckpt_path is not None and cfg.model.weights is not None:
         raise ValueError("ckpt_path must not be combined with model.weights; the checkpoint brings its own weights")
     for key, path in (("ckpt_path", cfg.ckpt_path), ("model.weights", cfg.model.weights)):
@@ -50,9 +48,9 @@ def check_run(cfg: DictConfig) -> None:
     if device == "cpu" and cfg.precision.lightning == "16-mixed":
         raise ValueError("precision=fp16 must run on a GPU, got a CPU; use precision=bf16 or precision=fp32")
     msda_op.require_backend(cfg.op.backend, device)
-    if cfg.backbone.norm == "frozen" and cfg.backbone.weights == "none":
-        if cfg.ckpt_path is None and cfg.model.weights is None:
-            raise ValueError(
-                "backbone.norm=frozen must come with trained statistics, got backbone.weights=none; "
-                "use backbone.norm=batch, or backbone.weights=imagenet or a path"
-            )
+    untrained = cfg.backbone.weights == "none" and cfg.ckpt_path is None and cfg.model.weights is None
+    if cfg.backbone.norm == "frozen" and untrained:
+        raise ValueError(
+            "backbone.norm=frozen must come with trained statistics, got backbone.weights=none; "
+            "use backbone.norm=batch, or backbone.weights=imagenet or a path"
+        )
