@@ -8,11 +8,12 @@ import colorsys
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import pi
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-FloatArray = NDArray[np.float32]
+FloatArray = NDArray[np.floating[Any]]
 BoolArray = NDArray[np.bool_]
 Field = Callable[[FloatArray, FloatArray], FloatArray]
 

@@ -1,0 +1,196 @@
+"""Lightning data modules: any data set in COCO's format, and the synthetic one."""
+
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from pycocotools.coco import COCO
+from torch.utils.data import DataLoader, DistributedSampler
+
+from coco.annotations import Category, read_annotations, read_categories
+from coco.collate import Batch, collate
+from coco.dataset import CocoDataset, Sample, Transform
+from coco.shapes import SHAPES
+from coco.synthetic import CATEGORY_IDS, SyntheticSpec, write_synthetic_dataset
+
+
+class CocoDataModule(LightningDataModule):
+    """Training and validation data from two annotation files in COCO's format.
+
+    Args:
+        root: Folder from which relative paths start.
+        train_json: Annotations to train on.
+        train_images: Folder of the training images.
+        val_json: Annotations to validate on; its categories must be those of `train_json`.
+        val_images: Folder of the validation images.
+        train_transform: Augmentation of training images.
+        eval_transform: Preparation of validation images.
+        batch_size: Training images in a batch of one process.
+        eval_batch_size: Validation images in a batch of one process.
+        num_workers: Loader processes of one training process; 0 loads in the training process itself.
+        size_divisor: Batches are padded to multiples of it; 1 pads no more than needed.
+        train_limit: Train on the first so many images in order of their ids; null for all.
+        val_limit: Validate on the first so many images in order of their ids; null for all.
+        seed: Seed of the order of the training images.
+    """
+
+    def __init__(
+        self,
+        *,
+        root: str,
+        train_json: str,
+        train_images: str,
+        val_json: str,
+        val_images: str,
+        train_transform: Transform,
+        eval_transform: Transform,
+        batch_size: int,
+        eval_batch_size: int,
+        num_workers: int,
+        size_divisor: int,
+        train_limit: int | None,
+        val_limit: int | None,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.train_json, self.train_images = Path(root) / train_json, Path(root) / train_images
+        self.val_json, self.val_images = Path(root) / val_json, Path(root) / val_images
+        self.train_transform = train_transform
+        self.eval_transform = eval_transform
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
+        self.num_workers = num_workers
+        self.size_divisor = size_divisor
+        self.train_limit = train_limit
+        self.val_limit = val_limit
+        self.seed = seed
+
+    def check(self) -> None:
+        """Checks that the data is where the settings say, before anything is built.
+
+        Raises:
+            ValueError: An annotation file or an image folder is absent; the message names all that are.
+        """
+        absent = [str(path) for path in (self.train_json, self.val_json) if not path.is_file()]
+        absent += [str(path) for path in (self.train_images, self.val_images) if not path.is_dir()]
+        if absent:
+            raise ValueError(
+                f"annotation files and image folders must exist, got no {', '.join(absent)}; set data.root to a folder "
+                "with annotations/, train2017/ and val2017/, or data.train_json, data.train_images, data.val_json and "
+                "data.val_images"
+            )
+
+    @cached_property
+    def categories(self) -> tuple[Category, ...]:
+        """All categories, in the order of the contiguous labels."""
+        return read_categories(self.val_json)
+
+    @property
+    def num_classes(self) -> int:
+        """Number of contiguous labels; known before any image or box is read."""
+        return len(self.categories)
+
+    @cached_property
+    def train_dataset(self) -> CocoDataset:
+        """The training images."""
+        annotations = read_annotations(self.train_json, self.train_limit)
+        return self._build_dataset(annotations, self.train_json, self.train_images, self.train_transform)
+
+    @cached_property
+    def val_annotations(self) -> COCO:
+        """The validation annotations, crowds included, as the evaluation needs them."""
+        return read_annotations(self.val_json, self.val_limit)
+
+    @cached_property
+    def val_dataset(self) -> CocoDataset:
+        """The validation images."""
+        return self._build_dataset(self.val_annotations, self.val_json, self.val_images, self.eval_transform)
+
+    def train_dataloader(self) -> DataLoader[Sample]:
+        """Shuffled batches of equal size; the order is a function of seed, epoch and rank.
+
+        Raises:
+            ValueError: A process has fewer images than one batch.
+        """
+        num_replicas, rank = (1, 0) if self.trainer is None else (self.trainer.world_size, self.trainer.global_rank)
+        sampler: DistributedSampler[Sample] = DistributedSampler(
+            self.train_dataset, num_replicas=num_replicas, rank=rank, shuffle=True, seed=self.seed
+        )
+        if len(sampler) < self.batch_size:
+            raise ValueError(
+                f"batch_size must be at most the number of training images of a process, got {self.batch_size} with "
+                f"{len(sampler)} images; lower data.batch_size"
+            )
+        return self._build_loader(self.train_dataset, self.batch_size, sampler=sampler, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[Sample]:
+        """Batches in order of the image ids."""
+        return self._build_loader(self.val_dataset, self.eval_batch_size, sampler=None, drop_last=False)
+
+    def _build_dataset(self, annotations: COCO, json_path: Path, images_dir: Path, transform: Transform) -> CocoDataset:
+        """Builds a data set, its categories compared with those of the model."""
+        found = tuple(Category(entry["id"], entry["name"]) for entry in annotations.dataset["categories"])
+        if found != self.categories:
+            raise ValueError(
+                f"categories must be the same in training and validation, got {len(found)} in {json_path} and "
+                f"{len(self.categories)} in {self.val_json} with other ids or names; list all categories in both files"
+            )
+        return CocoDataset(
+            annotations=annotations, categories=self.categories, images_dir=images_dir, transform=transform
+        )
+
+    def _build_loader(
+        self, dataset: CocoDataset, batch_size: int, *, sampler: DistributedSampler[Sample] | None, drop_last: bool
+    ) -> DataLoader[Sample]:
+        """Builds a loader of padded batches."""
+        return DataLoader(
+            dataset,
+            batch_size=batch_size,
+            sampler=sampler,
+            drop_last=drop_last,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            pin_memory=torch.cuda.is_available(),
+            collate_fn=partial[Batch](collate, size_divisor=self.size_divisor),
+        )
+
+
+class SyntheticDataModule(CocoDataModule):
+    """The synthetic data set, written into the cache on first use and read like any other.
+
+    Args:
+        cache_dir: Folder of all synthetic data sets.
+        num_train: Number of training images.
+        num_val: Number of validation images.
+        image_size: Longer side of the images in pixels.
+        data_seed: Seed of the drawing.
+        settings: The arguments of `CocoDataModule` other than the paths.
+    """
+
+    def __init__(
+        self, *, cache_dir: str, num_train: int, num_val: int, image_size: int, data_seed: int, **settings: Any
+    ) -> None:
+        self.spec = SyntheticSpec(num_train=num_train, num_val=num_val, image_size=image_size, seed=data_seed)
+        self.cache_dir = Path(cache_dir)
+        super().__init__(
+            root=str(self.cache_dir / self.spec.folder_name),
+            train_json="annotations/instances_train.json",
+            train_images="train",
+            val_json="annotations/instances_val.json",
+            val_images="val",
+            **settings,
+        )
+
+    def check(self) -> None:
+        """Nothing to check: absent data is drawn."""
+
+    def prepare_data(self) -> None:
+        """Draws the data set unless the cache holds it."""
+        write_synthetic_dataset(self.spec, self.cache_dir)
+
+    @cached_property
+    def categories(self) -> tuple[Category, ...]:
+        """The categories that the generator draws."""
+        return tuple(Category(number, shape.name) for number, shape in zip(CATEGORY_IDS, SHAPES, strict=True))
