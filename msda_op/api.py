@@ -8,7 +8,7 @@ from torch import Tensor
 from msda_op import compat
 from msda_op.levels import LevelStarts, SpatialShapes, device_tables, read_shapes
 from msda_op.reference import ms_deform_attn_reference
-from msda_op.validation import check_level_table, validate_inputs
+from msda_op.validation import check_level_table, check_sample_sizes, validate_inputs
 
 BACKENDS = ("auto", "triton", "reference", "cuda")
 
@@ -65,7 +65,12 @@ def ms_deform_attn(
             f"convert it or pass backend='reference'"
         )
     tables = device_tables(spatial_shapes, level_start_index, value.device)
-    return compat.original_ms_deform_attn(value, *tables, sampling_locations, attention_weights)
+    if chosen == "cuda":
+        return compat.original_ms_deform_attn(value, *tables, sampling_locations, attention_weights)
+    check_sample_sizes(value, sampling_locations)
+    from msda_op import registration  # Triton is not installed everywhere, and is imported where it is used
+
+    return registration.forward(value, *tables, sampling_locations, attention_weights)
 
 
 def choose_backend(device: torch.device, dtype: torch.dtype) -> str:

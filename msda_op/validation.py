@@ -8,6 +8,7 @@ from torch import Tensor
 from msda_op.levels import HostShapes, LevelStarts, SpatialShapes, level_starts, read_shapes, read_starts
 
 _TABLE_DTYPES = (torch.int32, torch.int64)
+_MAX_INT32 = 2**31 - 1
 
 
 def validate_inputs(
@@ -64,6 +65,21 @@ def check_level_table(spatial_shapes: HostShapes, value_length: int) -> None:
             f"spatial_shapes must add up to S = {value_length} rows of value, got {spatial_shapes} = {total} rows; "
             f"pass (h, w) of each level in the order of value"
         )
+
+
+def check_sample_sizes(value: Tensor, sampling_locations: Tensor) -> None:
+    """Checks that the elements of one batch item can be counted in int32, as the kernels do.
+
+    Raises:
+        ValueError: if an item is larger; the batch as a whole may be.
+    """
+    for name, tensor in (("value", value), ("sampling_locations", sampling_locations)):
+        elements = tensor.shape[1:].numel()
+        if elements > _MAX_INT32:
+            raise ValueError(
+                f"{name} must have at most {_MAX_INT32} elements in a batch item for backend 'triton', "
+                f"got {elements}; pass backend='reference'"
+            )
 
 
 def _check_tensors(value: Tensor, sampling_locations: Tensor, attention_weights: Tensor) -> None:

@@ -1,1 +1,1 @@
-"""Triton kernels of multi-scale deformable attention."""
+"""Triton kernels of multi-scale deformable attention and their launches."""
