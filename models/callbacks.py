@@ -1,6 +1,7 @@
-"""Lightning callbacks about the run itself: speed, progress bar, manifest."""
+"""Lightning callbacks about the run itself: speed, progress bar, manifest and summary."""
 
 import json
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -110,3 +111,50 @@ class RunManifest(Callback):
         """Adds `config` and `categories` to the checkpoint, as plain Python values."""
         checkpoint["config"] = self.config
         checkpoint["categories"] = self.categories
+
+
+class RunSummary(Callback):
+    """Writes `summary.json` into the run folder when training ends: speed, memory, loss curve, AP, and the manifest.
+
+    Args:
+        run_dir: The run's folder, with the `manifest.json` of `RunManifest`.
+    """
+
+    def __init__(self, run_dir: str) -> None:
+        self.run_dir = Path(run_dir)
+        self._curve: list[dict[str, float]] = []
+        self._started = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts the clock of the whole training, evaluations included."""
+        self._started = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: dict[str, Any], batch_idx: int
+    ) -> None:
+        """Keeps a point of the curves where `Throughput` has closed a window."""
+        if (batch_idx + 1) % trainer.log_every_n_steps and not trainer.is_last_batch:
+            return
+        values = {
+            name.removeprefix("train/"): float(trainer.callback_metrics[name])
+            for name in ("train/loss", "train/img_per_s", "train/peak_memory_mib")
+            if name in trainer.callback_metrics
+        }
+        self._curve.append({"step": trainer.global_step, **values})
+
+    @rank_zero_only
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes the summary."""
+        metrics = trainer.callback_metrics
+        summary = {
+            "train_seconds": round(time.perf_counter() - self._started, 1),
+            "steps": trainer.global_step,
+            "img_per_s_median": round(statistics.median(point["img_per_s"] for point in self._curve), 2),
+            "peak_memory_mib": max((point.get("peak_memory_mib", 0.0) for point in self._curve)) or None,
+            "loss_first": self._curve[0]["loss"],
+            "loss_last": self._curve[-1]["loss"],
+            "validation": {name: round(float(value), 4) for name, value in metrics.items() if name.startswith("val/")},
+            "curve": self._curve,
+            "manifest": json.loads((self.run_dir / "manifest.json").read_text()),
+        }
+        (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
