@@ -74,3 +74,24 @@ class Detections:
     scores: Tensor
     labels: Tensor
     boxes_xyxy: Tensor
+
+
+@dataclass(frozen=True)
+class FeatureLevels:
+    """The feature maps of a batch, flattened row by row and concatenated, finest level first.
+
+    S is the sum of the levels' sizes h * w, L the number of levels, C the model's width.
+
+    Attributes:
+        features: float [B, S, C].
+        positions: float32 [B, S, C], position encoding plus level embedding.
+        padding_mask: bool [B, S], True = padding.
+        spatial_shapes: L host pairs (h, w).
+        valid_ratios: float32 [B, L, 2] (x, y), unpadded share of each level's width and height, in 0..1.
+    """
+
+    features: Tensor
+    positions: Tensor
+    padding_mask: Tensor
+    spatial_shapes: tuple[tuple[int, int], ...]
+    valid_ratios: Tensor

@@ -1,0 +1,138 @@
+"""ResNet backbones: which stages, which norms, which weights, what stays frozen."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from urllib.error import URLError
+
+import torch
+import torchvision
+from torch import Tensor, nn
+from torchvision.ops import FrozenBatchNorm2d
+
+RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101")
+DILATABLE_RESNETS = ("resnet50", "resnet101")
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "frozen": FrozenBatchNorm2d,
+    "batch": nn.BatchNorm2d,
+    "sync": nn.SyncBatchNorm,
+    "group": partial(nn.GroupNorm, 32),
+}
+FEATURE_STAGES = ("layer2", "layer3", "layer4")
+FROZEN_STAGES = ("conv1", "bn1", "layer1")
+MAX_FEATURE_LEVELS = 5
+
+
+class ResNetBackbone(nn.Module):
+    """A torchvision ResNet that returns the feature maps of its last stages, finest first.
+
+    Attributes:
+        channels: channels of each returned feature map.
+    """
+
+    def __init__(self, *, name: str, weights: str, norm: str, dilation: bool, num_feature_levels: int) -> None:
+        """Creates the network and loads its weights.
+
+        Args:
+            name: one of `RESNETS`.
+            weights: "none", "imagenet" (torchvision's IMAGENET1K_V1, downloaded once) or the path of a state dict
+                with torchvision's keys.
+            norm: one of `NORMS`; "frozen" fixes statistics and affine terms.
+            dilation: whether the last stage keeps its input's resolution and dilates instead (DC5).
+            num_feature_levels: levels of the detector, 1 to 5; the last one, two or three stages are returned.
+
+        Raises:
+            ValueError: on an unknown word, an impossible combination, or weights that do not fit the network.
+            RuntimeError: if the ImageNet weights can't be downloaded.
+
+        Notes:
+            The stem and the first stage don't train once weights are given, or when the frozen norms say that weights
+            are going to be loaded; a network from scratch trains everywhere.
+        """
+        super().__init__()
+        _check_settings(name, weights, norm, dilation, num_feature_levels)
+        resnet = torchvision.models.get_model(
+            name,
+            weights=None,
+            norm_layer=NORMS[norm],
+            replace_stride_with_dilation=[False, False, dilation],
+        )
+        self.body = nn.Sequential(
+            OrderedDict((key, child) for key, child in resnet.named_children() if key not in ("avgpool", "fc"))
+        )
+        self.stages = FEATURE_STAGES[-min(num_feature_levels, len(FEATURE_STAGES)) :]
+        self.channels = tuple(_stage_channels(self.body.get_submodule(stage)) for stage in self.stages)
+        self.needs_weights = norm == "frozen" and weights == "none"
+        if weights != "none":
+            _load_torchvision_weights(self.body, name, weights)
+        if weights != "none" or norm == "frozen":
+            for stage in FROZEN_STAGES:
+                self.body.get_submodule(stage).requires_grad_(False)
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        """Computes the feature maps.
+
+        Args:
+            images: float [B, 3, H, W], normalised.
+
+        Returns:
+            One float [B, channels, H_l, W_l] a stage, finest first.
+        """
+        features = images
+        outputs = []
+        for key, child in self.body.named_children():
+            features = child(features)
+            if key in self.stages:
+                outputs.append(features)
+        return outputs
+
+
+def _check_settings(name: str, weights: str, norm: str, dilation: bool, num_feature_levels: int) -> None:
+    if name not in RESNETS:
+        raise ValueError(f"name must be one of {', '.join(RESNETS)}, got {name!r}; choose one of them")
+    if norm not in NORMS:
+        raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {norm!r}; choose one of them")
+    if weights not in ("none", "imagenet") and not Path(weights).is_file():
+        raise ValueError(f"weights must be none, imagenet or the path of a file, got {weights!r}; no such file exists")
+    if norm == "group" and weights != "none":
+        raise ValueError(
+            f"norm must be frozen, batch or sync with pretrained weights, got 'group' with weights={weights!r}; "
+            "ResNet weights hold no group statistics, so take weights=none"
+        )
+    if dilation and name not in DILATABLE_RESNETS:
+        raise ValueError(f"dilation must be false for {name}, got true; take one of {', '.join(DILATABLE_RESNETS)}")
+    if not 1 <= num_feature_levels <= MAX_FEATURE_LEVELS:
+        raise ValueError(f"num_feature_levels must lie in 1..{MAX_FEATURE_LEVELS}, got {num_feature_levels}; change it")
+
+
+def _stage_channels(stage: nn.Module) -> int:
+    *_, last_block = stage.children()
+    *_, last_conv = (child for child in last_block.children() if isinstance(child, nn.Conv2d))
+    return last_conv.out_channels
+
+
+def _load_torchvision_weights(body: nn.Module, name: str, weights: str) -> None:
+    state_dict = _download_imagenet_weights(name) if weights == "imagenet" else _read_state_dict(weights)
+    state_dict = {key: tensor for key, tensor in state_dict.items() if not key.startswith("fc.")}
+    try:
+        body.load_state_dict(state_dict)
+    except RuntimeError as error:
+        raise ValueError(
+            f"weights must be a {name} state dict with torchvision's keys, got {weights!r}; {error}"
+        ) from error
+
+
+def _download_imagenet_weights(name: str) -> dict[str, Tensor]:
+    entry = torchvision.models.get_model_weights(name)["IMAGENET1K_V1"]
+    try:
+        return entry.get_state_dict(progress=False, check_hash=True)
+    except (URLError, OSError) as error:
+        raise RuntimeError(
+            f"the ImageNet weights of {name} could not be downloaded from {entry.url} ({error}); "
+            "download the file elsewhere and give its path as backbone.weights, or train with backbone.weights=none"
+        ) from error
+
+
+def _read_state_dict(path: str) -> dict[str, Tensor]:
+    return torch.load(path, map_location="cpu", weights_only=True)

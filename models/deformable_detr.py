@@ -1,0 +1,161 @@
+"""Deformable-DETR (arXiv 2010.04159): base, with box refinement, and two-stage."""
+
+import copy
+import math
+
+import torch
+from torch import Tensor, nn
+
+from models.backbone import ResNetBackbone
+from models.decoder import predict_boxes
+from models.deformable_transformer import DeformableTransformer
+from models.layers.mlp import MLP
+from models.position_encoding import SinePositionEncoding
+from models.structures import DetectorOutput, ImageBatch
+
+NORM_GROUPS = 32
+PRIOR_PROBABILITY = 0.01
+INITIAL_SIZE_LOGIT = -2.0
+NUM_BOX_LAYERS = 3
+
+
+class DeformableDetr(nn.Module):
+    """Detects objects with a ResNet, a deformable transformer and one class and box head a decoder layer.
+
+    State-dict keys equal those of the published checkpoints. Heads are shared by all layers unless boxes are refined.
+    A two-stage model has one more pair of heads, the last, which scores the encoder's proposals.
+    """
+
+    def __init__(
+        self,
+        *,
+        backbone: ResNetBackbone,
+        position_encoding: SinePositionEncoding,
+        transformer: DeformableTransformer,
+        num_classes: int,
+        box_refine: bool,
+    ) -> None:
+        """Creates projections and heads around backbone and transformer.
+
+        Args:
+            backbone: makes the feature maps.
+            position_encoding: encodes the positions of each level in the transformer's width.
+            transformer: encoder and decoder; its settings say how many levels and queries there are, and whether the
+                model is two-stage.
+            num_classes: number of contiguous classes.
+            box_refine: whether each decoder layer refines the boxes of the layer before.
+
+        Raises:
+            ValueError: if a two-stage transformer comes without box_refine, or the widths do not fit.
+        """
+        super().__init__()
+        _check_settings(transformer, position_encoding, num_classes, box_refine)
+        self.two_stage = transformer.two_stage
+        self.backbone = nn.ModuleList([backbone, position_encoding])
+        self.input_proj = _input_projections(backbone.channels, transformer.d_model, transformer.num_feature_levels)
+        self.transformer = transformer
+        if not self.two_stage:
+            self.query_embed = nn.Embedding(transformer.num_queries, 2 * transformer.d_model)
+        self.class_embed, self.bbox_embed = self._detection_heads(num_classes, box_refine)
+        if box_refine:
+            self.transformer.decoder.bbox_embed = self.bbox_embed
+        if self.two_stage:
+            self.transformer.decoder.class_embed = self.class_embed
+
+    def forward(self, batch: ImageBatch) -> DetectorOutput:
+        """Detects objects.
+
+        Args:
+            batch: normalised images with their padding.
+
+        Returns:
+            Logits and boxes of every decoder layer, and the proposals of a two-stage encoder.
+
+        Notes:
+            Never waits for the device. Logits and boxes are float32 under any autocast.
+        """
+        feature_maps = self._project(self.backbone[0](batch.images))
+        padding_masks = [_resize_mask(batch.padding_mask, features) for features in feature_maps]
+        positions = [self.backbone[1](mask) for mask in padding_masks]
+        query_embed = None if self.two_stage else self.query_embed.weight
+        decoded = self.transformer(feature_maps, padding_masks, positions, query_embed)
+        boxes_cxcywh = decoded.boxes_cxcywh
+        if boxes_cxcywh is None:
+            boxes_cxcywh = predict_boxes(
+                self.bbox_embed[0], decoded.hidden, decoded.reference_points, self.transformer.inverse_sigmoid_eps
+            )
+        return DetectorOutput(self._classify(decoded.hidden), boxes_cxcywh, decoded.proposals)
+
+    def _project(self, backbone_features: list[Tensor]) -> list[Tensor]:
+        """Brings the backbone's maps to the transformer's width and halves the last one for each extra level."""
+        num_maps = len(backbone_features)
+        feature_maps = [
+            project(features) for project, features in zip(self.input_proj[:num_maps], backbone_features, strict=True)
+        ]
+        extra = backbone_features[-1]
+        for project in self.input_proj[num_maps:]:
+            extra = project(extra)
+            feature_maps.append(extra)
+        return feature_maps
+
+    def _classify(self, hidden: Tensor) -> Tensor:
+        """Returns the logits of every layer, float32 [n, B, Q, num_classes]."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            if self.class_embed[0] is self.class_embed[-1]:
+                return self.class_embed[0](hidden.float())
+            return torch.stack([self.class_embed[index](state) for index, state in enumerate(hidden.float())])
+
+    def _detection_heads(self, num_classes: int, box_refine: bool) -> tuple[nn.ModuleList, nn.ModuleList]:
+        width = self.transformer.d_model
+        class_head = nn.Linear(width, num_classes)
+        nn.init.constant_(class_head.bias, -math.log((1 - PRIOR_PROBABILITY) / PRIOR_PROBABILITY))
+        box_head = MLP(in_features=width, hidden_features=width, out_features=4, num_layers=NUM_BOX_LAYERS)
+        nn.init.zeros_(box_head.layers[-1].get_parameter("weight"))
+        nn.init.zeros_(box_head.layers[-1].get_parameter("bias"))
+        count = self.transformer.num_decoder_layers + int(self.two_stage)
+        class_heads, box_heads = (
+            nn.ModuleList(copy.deepcopy(head) if box_refine else head for _ in range(count))
+            for head in (class_head, box_head)
+        )
+        if not self.two_stage:
+            nn.init.constant_(box_heads[0].get_parameter(f"layers.{NUM_BOX_LAYERS - 1}.bias")[2:], INITIAL_SIZE_LOGIT)
+        return class_heads, box_heads
+
+
+def _check_settings(
+    transformer: DeformableTransformer, position_encoding: SinePositionEncoding, num_classes: int, box_refine: bool
+) -> None:
+    if transformer.two_stage and not box_refine:
+        raise ValueError("box_refine must be true with two_stage, got false; the proposals are boxes to be refined")
+    if position_encoding.channels != transformer.d_model:
+        raise ValueError(
+            f"position_encoding.channels must equal d_model={transformer.d_model}, got {position_encoding.channels}; "
+            "change one of them"
+        )
+    if transformer.d_model % NORM_GROUPS:
+        raise ValueError(f"d_model must be a multiple of {NORM_GROUPS}, got {transformer.d_model}; change it")
+    if num_classes < 1:
+        raise ValueError(f"num_classes must be at least 1, got {num_classes}; give the number of object classes")
+
+
+def _input_projections(channels: tuple[int, ...], d_model: int, num_feature_levels: int) -> nn.ModuleList:
+    """Makes a 1x1 convolution for each feature map and a 3x3 one of stride 2 for each level beyond, all normalised."""
+    if len(channels) > num_feature_levels:
+        raise ValueError(
+            f"num_feature_levels must be at least the backbone's {len(channels)} maps, got {num_feature_levels}; "
+            "give backbone and transformer the same number"
+        )
+    convolutions = [nn.Conv2d(width, d_model, kernel_size=1) for width in channels]
+    for index in range(num_feature_levels - len(channels)):
+        width = d_model if index else channels[-1]
+        convolutions.append(nn.Conv2d(width, d_model, kernel_size=3, stride=2, padding=1))
+    for convolution in convolutions:
+        nn.init.xavier_uniform_(convolution.weight)
+        nn.init.zeros_(convolution.get_parameter("bias"))
+    return nn.ModuleList(nn.Sequential(conv, nn.GroupNorm(NORM_GROUPS, d_model)) for conv in convolutions)
+
+
+def _resize_mask(padding_mask: Tensor, features: Tensor) -> Tensor:
+    """Samples a mask, bool [B, H, W], at the resolution of features [B, C, H_l, W_l] by nearest neighbour."""
+    resized = nn.functional.interpolate(padding_mask.unsqueeze(1).float(), size=features.shape[-2:])
+    return resized.squeeze(1).bool()

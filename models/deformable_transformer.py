@@ -1,0 +1,213 @@
+"""The deformable transformer: encoder, choice of the queries, decoder."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from models.decoder import DeformableDecoder, DeformableDecoderLayer
+from models.encoder import DeformableEncoder, DeformableEncoderLayer
+from models.layers.ms_deform_attn import MSDeformAttn
+from models.proposals import embed_boxes, pixel_proposals
+from models.structures import EncoderProposals, FeatureLevels
+
+
+@dataclass(frozen=True)
+class TransformerOutput:
+    """What the detection heads read.
+
+    Attributes:
+        hidden: float [n, B, Q, C], the queries after each of the n decoder layers.
+        reference_points: float32 [B, Q, 2] (x, y) or [B, Q, 4] (cx, cy, w, h), where the first layer looked, in 0..1.
+        boxes_cxcywh: float32 [n, B, Q, 4] where the decoder refines boxes, else None.
+        proposals: the encoder's proposals where it is two-stage, else None.
+    """
+
+    hidden: Tensor
+    reference_points: Tensor
+    boxes_cxcywh: Tensor | None
+    proposals: EncoderProposals | None
+
+
+class DeformableTransformer(nn.Module):
+    """Encodes feature levels and decodes object queries (arXiv 2010.04159, sections 4 and A.4)."""
+
+    def __init__(
+        self,
+        *,
+        d_model: int,
+        num_heads: int,
+        num_encoder_layers: int,
+        num_decoder_layers: int,
+        num_feature_levels: int,
+        num_encoder_points: int,
+        num_decoder_points: int,
+        num_queries: int,
+        dim_feedforward: int,
+        dropout: float,
+        two_stage: bool,
+        inverse_sigmoid_eps: float,
+        gradient_checkpointing: bool,
+        backend: str,
+    ) -> None:
+        """Creates encoder and decoder.
+
+        Args:
+            d_model: width C of features and queries, a multiple of 4 and of num_heads.
+            num_heads: attention heads M.
+            num_encoder_layers: layers of the encoder.
+            num_decoder_layers: layers of the decoder.
+            num_feature_levels: feature levels L.
+            num_encoder_points: sampling points K of a head on each level, in the encoder.
+            num_decoder_points: the same in the decoder.
+            num_queries: object queries Q.
+            dim_feedforward: channels inside the feed-forward blocks.
+            dropout: probability of dropping, in 0..1.
+            two_stage: whether the queries start from the encoder's best proposals instead of learned embeddings.
+            inverse_sigmoid_eps: see `models.boxes.inverse_sigmoid`.
+            gradient_checkpointing: whether training recomputes each layer in the backward pass to save memory.
+            backend: backend of the op, one of `msda_op.BACKENDS`.
+        """
+        super().__init__()
+        self.d_model = d_model
+        self.num_feature_levels = num_feature_levels
+        self.num_decoder_layers = num_decoder_layers
+        self.num_queries = num_queries
+        self.two_stage = two_stage
+        self.inverse_sigmoid_eps = inverse_sigmoid_eps
+        encoder_layers = [
+            DeformableEncoderLayer(
+                d_model=d_model,
+                num_heads=num_heads,
+                num_levels=num_feature_levels,
+                num_points=num_encoder_points,
+                dim_feedforward=dim_feedforward,
+                dropout=dropout,
+                backend=backend,
+            )
+            for _ in range(num_encoder_layers)
+        ]
+        decoder_layers = [
+            DeformableDecoderLayer(
+                d_model=d_model,
+                num_heads=num_heads,
+                num_levels=num_feature_levels,
+                num_points=num_decoder_points,
+                dim_feedforward=dim_feedforward,
+                dropout=dropout,
+                backend=backend,
+            )
+            for _ in range(num_decoder_layers)
+        ]
+        self.encoder = DeformableEncoder(layers=encoder_layers, gradient_checkpointing=gradient_checkpointing)
+        self.decoder = DeformableDecoder(
+            layers=decoder_layers,
+            inverse_sigmoid_eps=inverse_sigmoid_eps,
+            gradient_checkpointing=gradient_checkpointing,
+        )
+        self.level_embed = nn.Parameter(torch.empty(num_feature_levels, d_model))
+        if two_stage:
+            self.enc_output = nn.Linear(d_model, d_model)
+            self.enc_output_norm = nn.LayerNorm(d_model)
+            self.pos_trans = nn.Linear(2 * d_model, 2 * d_model)
+            self.pos_trans_norm = nn.LayerNorm(2 * d_model)
+        else:
+            self.reference_points = nn.Linear(d_model, 2)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialises matrices by Xavier, attention by its own rule and the level embedding by N(0, 1)."""
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+        for module in self.modules():
+            if isinstance(module, MSDeformAttn):
+                module.reset_parameters()
+        if not self.two_stage:
+            nn.init.zeros_(self.reference_points.bias)
+        nn.init.normal_(self.level_embed)
+
+    def forward(
+        self,
+        feature_maps: list[Tensor],
+        padding_masks: list[Tensor],
+        positions: list[Tensor],
+        query_embed: Tensor | None,
+    ) -> TransformerOutput:
+        """Encodes the levels and decodes the queries.
+
+        Args:
+            feature_maps: L tensors float [B, C, H_l, W_l], finest first.
+            padding_masks: L tensors bool [B, H_l, W_l], True = padding.
+            positions: L tensors float32 [B, C, H_l, W_l], position encodings.
+            query_embed: float [Q, 2C], position then content of the learned queries; None with two_stage.
+
+        Returns:
+            Queries after each layer, and boxes and proposals where the variant makes them.
+
+        Raises:
+            ValueError: if a two-stage model is asked for more queries than the images have pixels on all levels.
+        """
+        levels = self._flatten(feature_maps, padding_masks, positions)
+        memory = self.encoder(levels)
+        proposals = None
+        if query_embed is None:
+            proposals, reference_points, query_embed = self._select_proposals(memory, levels)
+        else:
+            query_embed = query_embed.expand(memory.shape[0], -1, -1)
+            with torch.autocast(memory.device.type, enabled=False):
+                reference_points = self.reference_points(query_embed[..., : self.d_model]).sigmoid()
+        query_pos, query = query_embed.split(self.d_model, dim=-1)
+        decoded = self.decoder(query, query_pos, reference_points, memory, levels)
+        return TransformerOutput(decoded.hidden, reference_points, decoded.boxes_cxcywh, proposals)
+
+    def _flatten(
+        self, feature_maps: list[Tensor], padding_masks: list[Tensor], positions: list[Tensor]
+    ) -> FeatureLevels:
+        levels = zip(positions, self.level_embed, strict=True)
+        return FeatureLevels(
+            features=torch.cat([features.flatten(2).transpose(1, 2) for features in feature_maps], dim=1),
+            positions=torch.cat([position.flatten(2).transpose(1, 2) + embed for position, embed in levels], dim=1),
+            padding_mask=torch.cat([mask.flatten(1) for mask in padding_masks], dim=1),
+            spatial_shapes=tuple((features.shape[2], features.shape[3]) for features in feature_maps),
+            valid_ratios=torch.stack([valid_ratio(mask) for mask in padding_masks], dim=1),
+        )
+
+    def _select_proposals(self, memory: Tensor, levels: FeatureLevels) -> tuple[EncoderProposals, Tensor, Tensor]:
+        """Scores all proposals and makes queries of the best.
+
+        Returns:
+            All proposals; the best ones' boxes, float32 [B, Q, 4], detached; their query embeddings, [B, Q, 2C].
+        """
+        num_proposals = memory.shape[1]
+        if self.num_queries > num_proposals:
+            raise ValueError(
+                f"num_queries must be at most the number of proposals, {num_proposals} for images of this size, "
+                f"got {self.num_queries}; take fewer queries or larger images"
+            )
+        class_heads, box_heads = self.decoder.class_embed, self.decoder.bbox_embed
+        assert class_heads is not None, "the detector sets the heads of a two-stage decoder"
+        assert box_heads is not None, "the detector sets the heads of a two-stage decoder"
+        anchors, valid = pixel_proposals(levels)
+        features = self.enc_output_norm(self.enc_output(memory.masked_fill(~valid.unsqueeze(-1), 0.0)))
+        with torch.autocast(memory.device.type, enabled=False):
+            features = features.float()
+            logits = class_heads[-1](features)
+            boxes_cxcywh = (box_heads[-1](features) + anchors).sigmoid()
+        best = logits[..., 0].topk(self.num_queries, dim=1).indices
+        reference_points = boxes_cxcywh.detach().gather(1, best.unsqueeze(-1).expand(-1, -1, 4))
+        query_embed = self.pos_trans_norm(self.pos_trans(embed_boxes(reference_points, self.d_model // 2)))
+        return EncoderProposals(logits, boxes_cxcywh), reference_points, query_embed
+
+
+def valid_ratio(padding_mask: Tensor) -> Tensor:
+    """Measures the unpadded share of a level.
+
+    Args:
+        padding_mask: bool [B, H, W], True = padding.
+
+    Returns:
+        float32 [B, 2] (x, y), in 0..1.
+    """
+    valid = ~padding_mask
+    return torch.stack((valid[:, 0, :].float().mean(-1), valid[:, :, 0].float().mean(-1)), dim=-1)

@@ -1,0 +1,103 @@
+"""The deformable encoder: every pixel of every level attends to a few points of all levels."""
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from models.layers.ms_deform_attn import MSDeformAttn
+from models.structures import FeatureLevels
+
+
+class DeformableEncoderLayer(nn.Module):
+    """Deformable self-attention and a feed-forward block, each followed by residual and LayerNorm."""
+
+    def __init__(
+        self,
+        *,
+        d_model: int,
+        num_heads: int,
+        num_levels: int,
+        num_points: int,
+        dim_feedforward: int,
+        dropout: float,
+        backend: str,
+    ) -> None:
+        """Creates the layer; see `models.deformable_transformer.DeformableTransformer` for the arguments."""
+        super().__init__()
+        self.self_attn = MSDeformAttn(
+            d_model=d_model, num_heads=num_heads, num_levels=num_levels, num_points=num_points, backend=backend
+        )
+        self.dropout1 = nn.Dropout(dropout)
+        self.norm1 = nn.LayerNorm(d_model)
+        self.linear1 = nn.Linear(d_model, dim_feedforward)
+        self.dropout2 = nn.Dropout(dropout)
+        self.linear2 = nn.Linear(dim_feedforward, d_model)
+        self.dropout3 = nn.Dropout(dropout)
+        self.norm2 = nn.LayerNorm(d_model)
+
+    def forward(self, features: Tensor, reference_points: Tensor, levels: FeatureLevels) -> Tensor:
+        """Updates the features.
+
+        Args:
+            features: float [B, S, C], output of the layer before.
+            reference_points: float32 [B, S, L, 2] (x, y), see `pixel_centers`.
+            levels: positions, padding and shapes of the levels; its features are not read.
+
+        Returns:
+            float [B, S, C].
+        """
+        attended = self.self_attn(
+            features + levels.positions, reference_points, features, levels.spatial_shapes, levels.padding_mask
+        )
+        features = self.norm1(features + self.dropout1(attended))
+        transformed = self.linear2(self.dropout2(self.linear1(features).relu()))
+        return self.norm2(features + self.dropout3(transformed))
+
+
+class DeformableEncoder(nn.Module):
+    """A stack of encoder layers."""
+
+    def __init__(self, *, layers: list[DeformableEncoderLayer], gradient_checkpointing: bool) -> None:
+        """Creates the stack.
+
+        Args:
+            layers: the layers, first to last.
+            gradient_checkpointing: whether training recomputes each layer in the backward pass to save memory.
+        """
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.gradient_checkpointing = gradient_checkpointing
+
+    def forward(self, levels: FeatureLevels) -> Tensor:
+        """Encodes the feature levels, returning float [B, S, C]."""
+        reference_points = pixel_centers(levels.spatial_shapes, levels.valid_ratios)
+        features = levels.features
+        for layer in self.layers:
+            if self.gradient_checkpointing and self.training:
+                features = checkpoint(layer, features, reference_points, levels, use_reentrant=False)
+            else:
+                features = layer(features, reference_points, levels)
+        return features
+
+
+def pixel_centers(spatial_shapes: tuple[tuple[int, int], ...], valid_ratios: Tensor) -> Tensor:
+    """Places the centre of every pixel on every level.
+
+    A centre keeps its position relative to the unpadded image, so it moves with each level's valid ratio.
+
+    Args:
+        spatial_shapes: L host pairs (h, w).
+        valid_ratios: float32 [B, L, 2] (x, y).
+
+    Returns:
+        float32 [B, S, L, 2] (x, y); 0..1 spans the padded level.
+    """
+    centers = []
+    for level, (height, width) in enumerate(spatial_shapes):
+        y = torch.arange(height, dtype=torch.float32, device=valid_ratios.device) + 0.5
+        x = torch.arange(width, dtype=torch.float32, device=valid_ratios.device) + 0.5
+        ratio_x, ratio_y = valid_ratios[:, level, None].unbind(-1)
+        rows = (y / (ratio_y * height)).unsqueeze(2).expand(-1, -1, width)
+        columns = (x / (ratio_x * width)).unsqueeze(1).expand(-1, height, -1)
+        centers.append(torch.stack((columns, rows), dim=-1).flatten(1, 2))
+    return torch.cat(centers, dim=1).unsqueeze(2) * valid_ratios.unsqueeze(1)

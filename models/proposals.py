@@ -1,0 +1,49 @@
+"""Proposals of a two-stage encoder: one box for every pixel of every level."""
+
+import torch
+from torch import Tensor
+
+from models.position_encoding import FULL_TURN, sine_embedding
+from models.structures import FeatureLevels
+
+FINEST_SIZE = 0.05
+VALID_RANGE = (0.01, 0.99)
+TEMPERATURE = 10000.0
+
+
+def pixel_proposals(levels: FeatureLevels) -> tuple[Tensor, Tensor]:
+    """Places a box on every pixel, 0.05 * 2^level of the unpadded image in width and height (arXiv 2010.04159, A.4).
+
+    Args:
+        levels: padding, shapes and valid ratios of the levels.
+
+    Returns:
+        Logits of the boxes, float32 [B, S, 4] (cx, cy, w, h), infinite where invalid; and bool [B, S], True where the
+        pixel is no padding and each of the four numbers lies inside (0.01, 0.99).
+    """
+    boxes = []
+    for level, (height, width) in enumerate(levels.spatial_shapes):
+        y = torch.arange(height, dtype=torch.float32, device=levels.valid_ratios.device) + 0.5
+        x = torch.arange(width, dtype=torch.float32, device=levels.valid_ratios.device) + 0.5
+        centers = torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1).flatten(0, 1)
+        valid_size = (levels.valid_ratios[:, level] * centers.new_tensor((width, height))).round()
+        centers = centers / valid_size.unsqueeze(1)
+        boxes.append(torch.cat((centers, torch.full_like(centers, FINEST_SIZE * 2**level)), dim=-1))
+    boxes_cxcywh = torch.cat(boxes, dim=1)
+    low, high = VALID_RANGE
+    valid = ((boxes_cxcywh > low) & (boxes_cxcywh < high)).all(-1) & ~levels.padding_mask
+    logits = torch.log(boxes_cxcywh / (1 - boxes_cxcywh))
+    return logits.masked_fill(~valid.unsqueeze(-1), torch.inf), valid
+
+
+def embed_boxes(boxes_cxcywh: Tensor, channels: int) -> Tensor:
+    """Encodes the four numbers of a box by sines.
+
+    Args:
+        boxes_cxcywh: float [..., 4], in 0..1.
+        channels: channels of each number, even.
+
+    Returns:
+        float32 [..., 4 * channels].
+    """
+    return sine_embedding(boxes_cxcywh * FULL_TURN, channels, TEMPERATURE).flatten(-2)
