@@ -31,8 +31,8 @@ class CocoDataModule(LightningDataModule):
         eval_batch_size: Validation images in a batch of one process.
         num_workers: Loader processes of one training process; 0 loads in the training process itself.
         size_divisor: Batches are padded to multiples of it; 1 pads no more than needed.
-        train_limit: Train on the first so many images in order of their ids; null for all.
-        val_limit: Validate on the first so many images in order of their ids; null for all.
+        limit_train: Train on the first so many images in order of their ids; null for all.
+        limit_val: Validate on the first so many images in order of their ids; null for all.
         seed: Seed of the order of the training images.
     """
 
@@ -50,8 +50,8 @@ class CocoDataModule(LightningDataModule):
         eval_batch_size: int,
         num_workers: int,
         size_divisor: int,
-        train_limit: int | None,
-        val_limit: int | None,
+        limit_train: int | None,
+        limit_val: int | None,
         seed: int,
     ) -> None:
         super().__init__()
@@ -63,8 +63,8 @@ class CocoDataModule(LightningDataModule):
         self.eval_batch_size = eval_batch_size
         self.num_workers = num_workers
         self.size_divisor = size_divisor
-        self.train_limit = train_limit
-        self.val_limit = val_limit
+        self.limit_train = limit_train
+        self.limit_val = limit_val
         self.seed = seed
 
     def check(self) -> None:
@@ -95,13 +95,13 @@ class CocoDataModule(LightningDataModule):
     @cached_property
     def train_dataset(self) -> CocoDataset:
         """The training images."""
-        annotations = read_annotations(self.train_json, self.train_limit)
+        annotations = read_annotations(self.train_json, self.limit_train)
         return self._build_dataset(annotations, self.train_json, self.train_images, self.train_transform)
 
     @cached_property
     def val_annotations(self) -> COCO:
         """The validation annotations, crowds included, as the evaluation needs them."""
-        return read_annotations(self.val_json, self.val_limit)
+        return read_annotations(self.val_json, self.limit_val)
 
     @cached_property
     def val_dataset(self) -> CocoDataset:
