@@ -6,10 +6,6 @@ from torch import Tensor
 
 from msda_op.levels import HostShapes, level_starts
 
-# A level of size n ends at pixel coordinates -1 and n, where zero padding has faded to nothing. In units of the level
-# these lie inside (-1, 2) for every n >= 1, so a location beyond them samples nothing.
-_LOWEST, _HIGHEST = -1.0, 2.0
-
 
 def ms_deform_attn_reference(
     value: Tensor, spatial_shapes: HostShapes, sampling_locations: Tensor, attention_weights: Tensor
@@ -36,15 +32,29 @@ def ms_deform_attn_reference(
     dtype = torch.promote_types(dtype, torch.float32)
 
     locations = sampling_locations.to(dtype)
-    reachable = (locations > _LOWEST) & (locations < _HIGHEST)
-    grids = 2 * torch.where(reachable, locations, _LOWEST) - 1
     output = value.new_zeros((batch * num_heads, head_dim, num_queries), dtype=dtype)
     for level, (start, (h, w)) in enumerate(zip(level_starts(spatial_shapes), spatial_shapes, strict=True)):
         plane = value[:, start : start + h * w].to(dtype).permute(0, 2, 3, 1)
         plane = plane.reshape(batch * num_heads, head_dim, h, w)
-        grid = grids[:, :, :, level].transpose(1, 2).reshape(batch * num_heads, num_queries, num_points, 2)
+        grid = _sampling_grid(locations[:, :, :, level], h, w)
+        grid = grid.transpose(1, 2).reshape(batch * num_heads, num_queries, num_points, 2)
         weights = attention_weights[:, :, :, level].to(dtype).transpose(1, 2)
         samples = F.grid_sample(plane, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
         output = output + (samples * weights.reshape(batch * num_heads, 1, num_queries, num_points)).sum(-1)
     output = output.view(batch, num_heads * head_dim, num_queries).transpose(1, 2)
     return output.to(value.dtype).contiguous()
+
+
+def _sampling_grid(locations: Tensor, h: int, w: int) -> Tensor:
+    """Returns locations `[..., 2]` in the -1..1 of `grid_sample`; what samples nothing goes to a point well outside.
+
+    `grid_sample` alone would let NaN through, and give a slope to locations exactly one pixel outside.
+    """
+    x, y = locations.unbind(-1)
+    reaches = _reaches(x, w) & _reaches(y, h)
+    return torch.where(reaches[..., None], 2 * locations - 1, -3.0)
+
+
+def _reaches(location: Tensor, size: int) -> Tensor:
+    coordinate = location * size - 0.5
+    return (coordinate > -1) & (coordinate < size)
