@@ -9,7 +9,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from coco.callbacks import CocoEvaluation
 from models.callbacks import RunManifest
-from models.checkpoints import load_weights
 from models.detector import Detector
 from models.environment import allow_tf32
 from models.preflight import check_run
@@ -25,11 +24,8 @@ def main(cfg: DictConfig) -> float | None:
         datamodule = instantiate(cfg.data)
         datamodule.check()
         cfg.num_classes = datamodule.num_classes
-        model = instantiate(cfg.model)
-        if cfg.weights is not None:
-            load_weights(model, cfg.weights)
         detector = Detector(
-            model=model,
+            model=instantiate(cfg.model),
             criterion=instantiate(cfg.criterion),
             normalizer=instantiate(cfg.normalizer),
             optimizer=instantiate(cfg.optimizer),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from models.backbone import ResNetBackbone
+from models.checkpoints import load_weights
 from models.decoder import predict_boxes
 from models.deformable_transformer import DeformableTransformer
 from models.layers.mlp import MLP
@@ -34,6 +35,7 @@ class DeformableDetr(nn.Module):
         transformer: DeformableTransformer,
         num_classes: int,
         box_refine: bool,
+        weights: str | None,
     ) -> None:
         """Creates projections and heads around backbone and transformer.
 
@@ -44,9 +46,11 @@ class DeformableDetr(nn.Module):
                 model is two-stage.
             num_classes: number of contiguous classes.
             box_refine: whether each decoder layer refines the boxes of the layer before.
+            weights: checkpoint to start from, see `load_weights`; None starts from the initialisation.
 
         Raises:
-            ValueError: if a two-stage transformer comes without box_refine, or the widths do not fit.
+            ValueError: if a two-stage transformer comes without box_refine, the widths do not fit, or the checkpoint
+                does not.
         """
         super().__init__()
         _check_settings(transformer, position_encoding, num_classes, box_refine)
@@ -61,6 +65,8 @@ class DeformableDetr(nn.Module):
             self.transformer.decoder.bbox_embed = self.bbox_embed
         if self.two_stage:
             self.transformer.decoder.class_embed = self.class_embed
+        if weights is not None:
+            load_weights(self, weights)
 
     def forward(self, batch: ImageBatch) -> DetectorOutput:
         """Detects objects.

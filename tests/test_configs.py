@@ -1,0 +1,107 @@
+"""Every configuration file composes, and everything it describes can be built."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import ConfigCompositionException, MissingConfigException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+GROUPS = sorted(folder.name for folder in CONFIGS.iterdir() if folder.is_dir())
+OPTIONS = [f"{group}={file.stem}" for group in GROUPS for file in sorted((CONFIGS / group).glob("*.yaml"))]
+NEEDS_DOWNLOAD = {"resnet50_imagenet", "resnet50_dc5_imagenet"}
+COCO_ROOT = "data.root=/path/to/coco"
+
+
+def composed(*overrides: str) -> DictConfig:
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        cfg = compose("train", overrides=list(overrides), return_hydra_config=True)
+    HydraConfig.instance().set_config(cfg)
+    OmegaConf.set_struct(cfg, False)
+    cfg.pop("hydra")
+    OmegaConf.set_struct(cfg, True)
+    cfg.run_dir = "runs/test"
+    return cfg
+
+
+def needs_coco_root(option: str) -> bool:
+    group, name = option.split("=")
+    return option == "data=coco" or group == "experiment" or name == "for_coco"
+
+
+def composed_option(option: str) -> DictConfig:
+    return composed(option, *([COCO_ROOT] if needs_coco_root(option) else []))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_option_composes_and_resolves(option):
+    cfg = composed_option(option)
+    cfg.num_classes = 5
+    OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_option_instantiates(option, tmp_path):
+    cfg = composed_option(option)
+    cfg.num_classes = 5
+    cfg.run_dir = str(tmp_path)
+    if cfg.backbone.weights == "imagenet":
+        cfg.backbone.weights = "none"
+    for name in ("data", "model", "criterion", "normalizer", "optimizer", "schedule"):
+        assert instantiate(cfg[name]) is not None
+    for callback in cfg.callbacks.values():
+        assert callback is None or instantiate(callback) is not None
+    if option.startswith("trainer=") and option not in ("trainer=gpu", "trainer=ddp"):
+        assert instantiate(cfg.trainer).max_epochs == cfg.trainer.max_epochs
+
+
+def test_a_wrong_option_lists_the_right_ones():
+    with pytest.raises(MissingConfigException, match="(?s)Available options.*reference.*triton"):
+        composed("op=tritn")
+
+
+def test_an_unknown_key_is_refused():
+    with pytest.raises(ConfigCompositionException, match="learning_rate"):
+        composed("optimizer.learning_rate=1")
+
+
+def test_the_default_model_follows_the_data():
+    assert composed().model.hidden_dim < composed("data=coco", COCO_ROOT).model.hidden_dim
+
+
+def test_a_named_model_wins_over_the_default_for_the_data():
+    cfg = composed("data=coco", COCO_ROOT, "model=deformable_detr_two_stage", "backbone=resnet18")
+    assert cfg.model.two_stage
+    assert cfg.backbone.name == "resnet18"
+
+
+@pytest.mark.parametrize(
+    ("experiment", "box_refine", "two_stage"),
+    [
+        ("deformable_detr_r50", False, False),
+        ("deformable_detr_r50_refine", True, False),
+        ("deformable_detr_r50_two_stage", True, True),
+    ],
+)
+def test_published_recipes(experiment, box_refine, two_stage):
+    cfg = composed(f"experiment={experiment}", COCO_ROOT)
+    assert (cfg.model.box_refine, cfg.model.two_stage) == (box_refine, two_stage)
+    assert (cfg.optimizer.lr, cfg.optimizer.backbone_lr, cfg.optimizer.slow_factor) == (2e-4, 2e-5, 0.1)
+    assert (cfg.trainer.max_epochs, cfg.schedule.milestones, cfg.trainer.gradient_clip_val) == (50, [40], 0.1)
+    assert (cfg.backbone.weights, cfg.backbone.norm) == ("imagenet", "frozen")
+    assert (cfg.model.num_queries, cfg.model.feedforward_dim, cfg.model.dropout) == (300, 1024, 0.1)
+    assert cfg.detector.top_k == 100
+
+
+@pytest.mark.parametrize("group", ["op", "precision"])
+def test_every_key_of_a_plain_group_is_read(group):
+    """Groups without `_target_` are read by name, so that a key that nobody reads would go unseen."""
+    root = CONFIGS.parent
+    sources = [*CONFIGS.rglob("*.yaml"), root / "train.py", *(root / "models").glob("*.py")]
+    text = "\n".join(file.read_text() for file in sources)
+    for file in (CONFIGS / group).glob("*.yaml"):
+        for key in OmegaConf.load(file):
+            assert f"{group}.{key}" in text, f"nobody reads {group}.{key}"
