@@ -19,7 +19,8 @@ Field = Callable[[FloatArray, FloatArray], FloatArray]
 
 EMPTY_PROBABILITY = 0.04
 CROWD_PROBABILITY = 0.08
-SMALL_PROBABILITY = 0.15
+SIZE_RANGES = ((0.1, 0.2), (0.2, 0.7), (0.75, 1.0))
+SIZE_PROBABILITIES = (0.15, 0.75, 0.1)
 MIN_VISIBLE_FRACTION = 0.4
 MIN_VISIBLE_PIXELS = 16
 
@@ -133,7 +134,7 @@ def draw_scene(rng: np.random.Generator, height: int, width: int) -> tuple[NDArr
     full_areas = [int(item.visible.sum()) for item in objects]
     for _ in range(int(rng.choice(6, p=(0.24, 0.28, 0.22, 0.14, 0.08, 0.04))) + 1):
         label = int(rng.integers(len(SHAPES)))
-        relative_size = rng.uniform(0.1, 0.2) if rng.random() < SMALL_PROBABILITY else rng.uniform(0.2, 0.8)
+        relative_size = rng.uniform(*SIZE_RANGES[rng.choice(len(SIZE_RANGES), p=SIZE_PROBABILITIES)])
         centre_yx = (rng.uniform(0.08, 0.92) * height, rng.uniform(0.08, 0.92) * width)
         coverage, colours = _render(rng, label, relative_size * min(height, width) / 2, centre_yx, canvas, is_dark)
         mask = coverage >= 0.5
