@@ -1,0 +1,154 @@
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from coco.datamodule import CocoDataModule, SyntheticDataModule
+from coco.transforms import evaluation_transform, light_augmentation
+
+SETTINGS = {
+    "batch_size": 5,
+    "eval_batch_size": 4,
+    "num_workers": 0,
+    "size_divisor": 1,
+    "limit_train": None,
+    "limit_val": None,
+    "seed": 0,
+    "train_transform": light_augmentation(sizes=(64,), max_size=64, flip_probability=0.5),
+    "eval_transform": evaluation_transform(size=64, max_size=64),
+}
+
+
+@pytest.fixture
+def build(synthetic_folder):
+    """Builds a data module over the synthetic set by its paths, with some settings changed."""
+
+    def build_with(**changes):
+        paths = {
+            "root": str(synthetic_folder),
+            "train_json": "annotations/instances_train.json",
+            "train_images": "train",
+            "val_json": "annotations/instances_val.json",
+            "val_images": "val",
+        }
+        return CocoDataModule(**{**paths, **SETTINGS, **changes})
+
+    return build_with
+
+
+def ids_of(loader):
+    return [image_id for batch in loader for image_id in batch["image_ids"]]
+
+
+def test_training_batches_are_full_and_shuffled_by_seed_and_epoch(build):
+    loader = build().train_dataloader()
+    first = ids_of(loader)
+    assert len(first) == 20
+    assert len(set(first)) == 20
+    assert first != sorted(first)
+    assert first == ids_of(build().train_dataloader())
+    assert first != ids_of(build(seed=1).train_dataloader())
+    loader.sampler.set_epoch(1)
+    assert first != ids_of(loader)
+
+
+def test_validation_takes_every_image_in_order(build):
+    assert ids_of(build().val_dataloader()) == [1, 2, 3, 4, 5, 6, 7]
+    assert ids_of(build(limit_val=3).val_dataloader()) == [1, 2, 3]
+
+
+def test_limit_train_takes_the_first_images(build):
+    assert sorted(ids_of(build(limit_train=5).train_dataloader())) == [1, 2, 3, 4, 5]
+
+
+def test_workers_give_the_same_images(build):
+    torch.manual_seed(0)
+    expected = ids_of(build().train_dataloader())
+    assert ids_of(build(num_workers=1).train_dataloader()) == expected
+
+
+def test_size_divisor_reaches_the_batches(build):
+    batch = next(iter(build(size_divisor=48).val_dataloader()))
+    assert batch["images"].shape[-2:] == (96, 96)
+
+
+def test_absolute_paths_need_no_root(build, synthetic_folder):
+    data = build(
+        root=".",
+        **{
+            name: str(synthetic_folder / path)
+            for name, path in (
+                ("train_json", "annotations/instances_train.json"),
+                ("train_images", "train"),
+                ("val_json", "annotations/instances_val.json"),
+                ("val_images", "val"),
+            )
+        },
+    )
+    data.check()
+    assert data.num_classes == 6
+
+
+def test_absent_paths_are_all_named(build):
+    with pytest.raises(ValueError, match=r"got no .*nowhere\.json, .*nothing; set data\.root"):
+        build(train_json="nowhere.json", val_images="nothing").check()
+    build().check()
+
+
+def test_a_batch_larger_than_the_data_is_refused(build):
+    with pytest.raises(ValueError, match=r"batch_size must be at most .* got 25 with 24 images"):
+        build(batch_size=25).train_dataloader()
+
+
+def test_categories_must_agree(build, write_json, content):
+    with pytest.raises(ValueError, match="categories must be the same"):
+        build(train_json=str(write_json(content))).train_dataloader()
+
+
+def test_synthetic_data_is_drawn_by_prepare_data_and_known_before(tmp_path):
+    data = SyntheticDataModule(
+        cache_dir=str(tmp_path), num_train=6, num_val=3, image_size=48, data_seed=0, **{**SETTINGS, "batch_size": 2}
+    )
+    data.check()
+    assert data.num_classes == 6
+    assert not any(tmp_path.iterdir())
+    data.prepare_data()
+    assert len(data.train_dataset) == 6
+    assert [c.id for c in data.categories] == sorted(data.val_annotations.cats)
+    assert ids_of(data.val_dataloader()) == [1, 2, 3]
+
+
+class Recorder(LightningModule):
+    """Records the image ids of each training epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.epochs = []
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_train_epoch_start(self):
+        self.epochs.append([])
+
+    def training_step(self, batch, batch_idx):
+        assert all(isinstance(batch[name], tuple) for name in ("num_targets", "sizes_hw", "image_ids"))
+        self.epochs[-1].extend(batch["image_ids"])
+        return self.weight * batch["images"].float().mean()
+
+
+def test_lightning_shuffles_anew_in_each_epoch(build, tmp_path):
+    module = Recorder()
+    Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        default_root_dir=tmp_path,
+    ).fit(module, build())
+    first, second = module.epochs
+    assert len(first) == 20
+    assert first != second

@@ -1,0 +1,63 @@
+import pytest
+import torch
+
+from coco.annotations import read_annotations, read_categories
+from coco.dataset import CocoDataset
+from coco.transforms import evaluation_transform, light_augmentation
+
+
+def build(json_path, images_dir, transform, limit=None):
+    return CocoDataset(
+        annotations=read_annotations(json_path, limit),
+        categories=read_categories(json_path),
+        images_dir=images_dir,
+        transform=transform,
+    )
+
+
+def test_targets_are_contiguous_clipped_and_without_crowds(write_json, content, images_dir):
+    dataset = build(write_json(content), images_dir, evaluation_transform(size=80, max_size=1000))
+    assert len(dataset) == 3
+    first = dataset[0]
+    assert first.image_id == 7
+    assert first.original_size_hw == (40, 60)
+    assert first.image.shape == (3, 80, 120)
+    assert first.image.dtype == torch.uint8
+    assert first.image.unique().tolist() == [50]
+    assert first.labels.tolist() == [2, 0]
+    expected = torch.tensor([[20 / 60, 10 / 40, 20 / 60, 10 / 40], [55 / 60, 35 / 40, 10 / 60, 10 / 40]])
+    torch.testing.assert_close(first.boxes_cxcywh, expected)
+    torch.testing.assert_close(dataset[2].boxes_cxcywh, torch.tensor([[10 / 60, 7 / 40, 20 / 60, 10 / 40]]))
+
+
+def test_an_image_without_boxes_has_empty_targets(write_json, content, images_dir):
+    sample = build(write_json(content), images_dir, evaluation_transform(size=40, max_size=1000))[1]
+    assert sample.boxes_cxcywh.shape == (0, 4)
+    assert sample.labels.shape == (0,)
+    assert sample.labels.dtype == torch.int64
+
+
+def test_a_flip_mirrors_boxes(write_json, content, images_dir):
+    flip = light_augmentation(sizes=(40,), max_size=1000, flip_probability=1.0)
+    sample = build(write_json(content), images_dir, flip)[0]
+    torch.testing.assert_close(sample.boxes_cxcywh[0], torch.tensor([40 / 60, 10 / 40, 20 / 60, 10 / 40]))
+
+
+def test_index_of_finds_every_image(write_json, content, images_dir):
+    dataset = build(write_json(content), images_dir, evaluation_transform(size=40, max_size=1000))
+    assert [dataset[dataset.index_of(image_id)].image_id for image_id in (30, 7, 12)] == [30, 7, 12]
+
+
+def test_a_missing_image_is_named(write_json, content, images_dir):
+    (images_dir / "a.png").unlink()
+    dataset = build(write_json(content), images_dir, evaluation_transform(size=40, max_size=1000))
+    with pytest.raises(ValueError, match=r"a\.png"):
+        dataset[0]
+
+
+def test_custom_data_reads(bccd):
+    dataset = build(bccd / "instances_val.json", bccd / "images", evaluation_transform(size=240, max_size=400))
+    sample = dataset[0]
+    assert sample.image.shape == (3, 240, 320)
+    assert set(sample.labels.tolist()) <= {0, 1, 2}
+    assert ((sample.boxes_cxcywh > 0) & (sample.boxes_cxcywh <= 1)).all()
