@@ -22,16 +22,16 @@ class Bound:
     def limit(self, competitor_error: float, scale: float, dtype: torch.dtype) -> float:
         """Returns the largest error allowed.
 
-        The floor is one rounding to the result's dtype (a competitor may happen to round exactly) and four float32
-        roundings inside (the order of a sum of bilinear products differs).
+        The floor is one unit in the last place of the result's dtype (either neighbour of the exact number is a fair
+        answer: a competitor may happen to hit it, and Triton's interpreter truncates bfloat16), and four float32
+        roundings inside (sums of bilinear products differ in order).
 
         Args:
             competitor_error: error of the competitor against float64.
             scale: size of the expected numbers, in the same norm as the error.
             dtype: dtype of the result.
         """
-        roundoff = torch.finfo(dtype).eps / 2
-        return self.factor * competitor_error + (roundoff + 4 * FLOAT32_ROUNDOFF) * scale
+        return self.factor * competitor_error + (torch.finfo(dtype).eps + 4 * FLOAT32_ROUNDOFF) * scale
 
 
 OUTPUT = Bound(2.0, "one rounding of the result; twice leaves room for another order of the sums")

@@ -1,0 +1,89 @@
+"""Choice of the backend, and the public function from end to end."""
+
+import pytest
+import torch
+
+import msda_op
+from msda_op import choose_backend, ms_deform_attn, require_backend
+
+SHAPES = ((3, 4), (1, 2))
+
+
+def op_tensors(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    value = torch.randn(2, 14, 2, 4, generator=generator).to(dtype)
+    return value, torch.rand(2, 5, 2, 2, 3, 2, generator=generator), torch.rand(2, 5, 2, 2, 3, generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "expected"),
+    [
+        ("cuda", torch.float32, "triton"),
+        ("cuda", torch.float16, "triton"),
+        ("cuda", torch.bfloat16, "triton"),
+        ("cuda", torch.float64, "reference"),
+        ("cpu", torch.float32, "reference"),
+        ("cpu", torch.bfloat16, "reference"),
+    ],
+)
+def test_auto_follows_device_and_dtype(device: str, dtype: torch.dtype, expected: str) -> None:
+    assert choose_backend(torch.device(device), dtype) == expected
+
+
+def test_unknown_backend_lists_the_right_ones() -> None:
+    value, locations, weights = op_tensors()
+    with pytest.raises(ValueError, match="backend must be one of auto, triton, reference, cuda, got 'tirton'"):
+        ms_deform_attn(value, SHAPES, None, locations, weights, backend="tirton")
+
+
+def test_backends_that_run_anywhere() -> None:
+    require_backend("auto", "cpu")
+    require_backend("reference", "cpu")
+    require_backend("triton", "cuda")
+
+
+def test_triton_without_gpu_or_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    with pytest.raises(RuntimeError, match=r"must run on an NVIDIA GPU, got device type 'cpu'.*TRITON_INTERPRET=1"):
+        require_backend("triton", "cpu")
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    require_backend("triton", "cpu")
+
+
+def test_triton_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match="needs the triton package, got none; install it"):
+        require_backend("triton", "cuda")
+
+
+def test_reference_takes_every_form_of_the_level_table() -> None:
+    value, locations, weights = op_tensors()
+    expected = ms_deform_attn(value, SHAPES, None, locations, weights)
+    for shapes, starts in (
+        (torch.tensor(SHAPES), torch.tensor([0, 12])),
+        (torch.tensor(SHAPES, dtype=torch.int32), torch.tensor([0, 12], dtype=torch.int32)),
+        (SHAPES, (0, 12)),
+        ([[3, 4], [1, 2]], torch.tensor([0, 12])),
+    ):
+        assert torch.equal(ms_deform_attn(value, shapes, starts, locations, weights), expected)
+    assert expected.shape == (2, 5, 8)
+
+
+def test_arguments_are_validated_first() -> None:
+    value, locations, weights = op_tensors()
+    with pytest.raises(ValueError, match="spatial_shapes must add up to S = 14"):
+        ms_deform_attn(value, ((3, 4), (1, 1)), None, locations, weights)
+
+
+def test_float64_value_is_refused_by_name_outside_the_reference() -> None:
+    value, locations, weights = op_tensors(torch.float64)
+    assert ms_deform_attn(value, SHAPES, None, locations, weights).dtype == torch.float64
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"value must be float32, float16 or bfloat16 for backend 'triton'"):
+            ms_deform_attn(value, SHAPES, None, locations, weights, backend="triton")
+
+
+def test_package_offers_its_public_names() -> None:
+    assert all(hasattr(msda_op, name) for name in msda_op.__all__)
