@@ -83,6 +83,7 @@ def build_model(settings: dict[str, Any]) -> DeformableDetr:
         ),
         num_classes=91,
         box_refine=settings.get("with_box_refine", False),
+        weights=None,
     )
 
 

@@ -1,0 +1,88 @@
+"""A detector small enough for tests, and inputs for it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from models.backbone import ResNetBackbone
+from models.criterion import Criterion
+from models.deformable_detr import DeformableDetr
+from models.deformable_transformer import DeformableTransformer
+from models.matcher import HungarianMatcher
+from models.position_encoding import SinePositionEncoding
+from models.structures import ImageBatch
+
+NUM_CLASSES = 5
+TRANSFORMER = {
+    "d_model": 32,
+    "num_heads": 4,
+    "num_encoder_layers": 2,
+    "num_decoder_layers": 3,
+    "num_feature_levels": 4,
+    "num_encoder_points": 2,
+    "num_decoder_points": 3,
+    "num_queries": 11,
+    "dim_feedforward": 64,
+    "dropout": 0.0,
+    "two_stage": False,
+    "inverse_sigmoid_eps": 1e-5,
+    "gradient_checkpointing": False,
+    "backend": "reference",
+}
+VARIANTS: dict[str, dict[str, bool]] = {
+    "base": {"box_refine": False, "two_stage": False},
+    "refine": {"box_refine": True, "two_stage": False},
+    "two_stage": {"box_refine": True, "two_stage": True},
+}
+
+
+def build_detector(box_refine: bool, num_classes: int = NUM_CLASSES, **overrides: Any) -> DeformableDetr:
+    torch.manual_seed(0)
+    settings = TRANSFORMER | overrides
+    return DeformableDetr(
+        backbone=ResNetBackbone(
+            name="resnet18",
+            weights="none",
+            norm="batch",
+            dilation=False,
+            num_feature_levels=settings["num_feature_levels"],
+        ),
+        position_encoding=SinePositionEncoding(channels=settings["d_model"], temperature=10000, offset=-0.5),
+        transformer=DeformableTransformer(**settings),
+        num_classes=num_classes,
+        box_refine=box_refine,
+        weights=None,
+    )
+
+
+@pytest.fixture
+def make_detector() -> Callable[..., DeformableDetr]:
+    """Builds a tiny Deformable-DETR from overrides of its settings."""
+    return build_detector
+
+
+@pytest.fixture(params=VARIANTS)
+def detector(request: pytest.FixtureRequest) -> DeformableDetr:
+    """Each published variant, tiny."""
+    return build_detector(**VARIANTS[request.param])
+
+
+@pytest.fixture
+def criterion() -> Criterion:
+    """The published criterion."""
+    matcher = HungarianMatcher(cost_class=2, cost_bbox=5, cost_giou=2, focal_alpha=0.25, focal_gamma=2)
+    weights = {"loss_ce": 2, "loss_bbox": 5, "loss_giou": 2}
+    return Criterion(matcher=matcher, loss_weights=weights, focal_alpha=0.25, focal_gamma=2)
+
+
+@pytest.fixture
+def image_batch() -> ImageBatch:
+    """Two images, 64x96 and 96x70, padded to 96x96."""
+    generator = torch.Generator().manual_seed(0)
+    padding_mask = torch.zeros(2, 96, 96, dtype=torch.bool)
+    padding_mask[0, 64:] = True
+    padding_mask[1, :, 70:] = True
+    images = torch.randn(2, 3, 96, 96, generator=generator)
+    return ImageBatch(images.masked_fill(padding_mask.unsqueeze(1), 0.0), padding_mask)

@@ -1,0 +1,117 @@
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import msda_op
+from models.layers.ms_deform_attn import MSDeformAttn
+
+SHAPES = ((3, 5), (2, 2))
+NUM_PIXELS = 19
+
+
+def build(**overrides: object) -> MSDeformAttn:
+    settings = {"d_model": 16, "num_heads": 4, "num_levels": 2, "num_points": 3, "backend": "reference"}
+    return MSDeformAttn(**settings | overrides)
+
+
+def randomized() -> MSDeformAttn:
+    attention = build()
+    torch.manual_seed(0)
+    for parameter in attention.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return attention
+
+
+def inputs(reference_size: int = 2) -> tuple[Tensor, Tensor, Tensor, tuple[tuple[int, int], ...], Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    query, features = torch.randn(2, 7, 16, generator=generator), torch.randn(2, NUM_PIXELS, 16, generator=generator)
+    reference_points = torch.rand(2, 7, 2, reference_size, generator=generator)
+    return query, reference_points, features, SHAPES, torch.zeros(2, NUM_PIXELS, dtype=torch.bool)
+
+
+def test_offsets_at_initialisation() -> None:
+    attention = build(num_heads=8)
+    assert attention.sampling_offsets.weight.abs().max() == 0
+    bias = attention.sampling_offsets.bias.view(8, 2, 3, 2)
+    for head in range(8):
+        x, y = math.cos(2 * math.pi * head / 8), math.sin(2 * math.pi * head / 8)
+        scale = max(abs(x), abs(y))
+        for point in range(3):
+            expected = torch.tensor([x / scale, y / scale]) * (point + 1)
+            torch.testing.assert_close(bias[head, :, point], expected.expand(2, 2), atol=1e-5, rtol=0)
+
+
+def test_weights_at_initialisation_are_equal_and_projections_xavier(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = build()
+    seen = {}
+
+    def record(value: Tensor, shapes: Any, starts: None, locations: Tensor, weights: Tensor, backend: str) -> Tensor:
+        seen["weights"] = weights
+        return torch.zeros(*locations.shape[:2], 16)
+
+    monkeypatch.setattr(msda_op, "ms_deform_attn", record)
+    attention(*inputs())
+    torch.testing.assert_close(seen["weights"], torch.full((2, 7, 4, 2, 3), 1 / 6))
+    assert attention.attention_weights.weight.abs().max() == 0
+    assert attention.attention_weights.bias.abs().max() == 0
+    for projection in (attention.value_proj, attention.output_proj):
+        bound = math.sqrt(6 / 32)
+        assert 0.8 * bound < projection.weight.abs().max() <= bound
+        assert projection.bias.abs().max() == 0
+
+
+def test_padded_values_count_as_zero() -> None:
+    attention = randomized()
+    query, reference_points, features, shapes, padding_mask = inputs()
+    padding_mask[:, 4] = True
+    output = attention(query, reference_points, features, shapes, padding_mask)
+    changed = features.clone()
+    changed[:, 4] = 100
+    torch.testing.assert_close(attention(query, reference_points, changed, shapes, padding_mask), output)
+    unmasked = attention(query, reference_points, changed, shapes, torch.zeros_like(padding_mask))
+    assert (unmasked - output).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("reference_size", [2, 4])
+def test_locations_and_weights_stay_float32_under_autocast(
+    reference_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = {}
+    original = msda_op.ms_deform_attn
+
+    def record(value: Tensor, shapes: Any, starts: None, locations: Tensor, weights: Tensor, backend: str) -> Tensor:
+        seen.update(value=value.dtype, locations=locations.dtype, weights=weights.dtype)
+        return original(value, shapes, starts, locations, weights, backend=backend)
+
+    monkeypatch.setattr(msda_op, "ms_deform_attn", record)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = randomized()(*inputs(reference_size))
+    assert output.shape == (2, 7, 16)
+    assert seen == {"value": torch.bfloat16, "locations": torch.float32, "weights": torch.float32}
+
+
+def test_every_parameter_and_input_gets_a_gradient() -> None:
+    attention = randomized()
+    query, reference_points, features, shapes, padding_mask = inputs()
+    for tensor in (query, reference_points, features):
+        tensor.requires_grad_()
+    output = attention(query, reference_points, features, shapes, padding_mask)
+    output.backward(torch.randn_like(output))
+    for tensor in (query, reference_points, features, *attention.parameters()):
+        assert tensor.grad is not None
+        assert tensor.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"d_model": 18}, "d_model must be a multiple of num_heads=4, got 18"),
+        ({"backend": "trition"}, "backend must be one of auto, triton, reference, cuda, got 'trition'"),
+    ],
+)
+def test_wrong_settings_are_refused(overrides: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(**overrides)

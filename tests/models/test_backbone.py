@@ -1,0 +1,111 @@
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from models.backbone import ResNetBackbone
+
+
+def build(**overrides: Any) -> ResNetBackbone:
+    settings = {"name": "resnet18", "weights": "none", "norm": "batch", "dilation": False, "num_feature_levels": 4}
+    return ResNetBackbone(**settings | overrides)
+
+
+def trainable(backbone: ResNetBackbone) -> set[str]:
+    return {name.split(".")[1] for name, parameter in backbone.named_parameters() if parameter.requires_grad}
+
+
+@pytest.fixture(scope="module")
+def torchvision_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("weights") / "resnet18.pth"
+    torch.manual_seed(1)
+    torch.save(torchvision.models.resnet18().state_dict(), path)
+    return path
+
+
+@pytest.mark.parametrize(("levels", "strides"), [(1, [32]), (2, [16, 32]), (3, [8, 16, 32]), (5, [8, 16, 32])])
+def test_levels_and_channels(levels: int, strides: list[int]) -> None:
+    backbone = build(num_feature_levels=levels)
+    features = backbone(torch.zeros(1, 3, 64, 96))
+    assert [(f.shape[2], f.shape[3]) for f in features] == [(64 // s, 96 // s) for s in strides]
+    assert tuple(f.shape[1] for f in features) == backbone.channels
+
+
+def test_dilation_keeps_the_resolution_of_the_last_stage() -> None:
+    backbone = build(name="resnet50", dilation=True, num_feature_levels=1)
+    assert backbone.channels == (2048,)
+    assert backbone.eval()(torch.zeros(1, 3, 64, 64))[0].shape[2:] == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("norm", "layer"),
+    [
+        ("frozen", torchvision.ops.FrozenBatchNorm2d),
+        ("batch", nn.BatchNorm2d),
+        ("sync", nn.SyncBatchNorm),
+        ("group", nn.GroupNorm),
+    ],
+)
+def test_norms(norm: str, layer: type) -> None:
+    assert type(build(norm=norm).body.get_submodule("bn1")) is layer
+
+
+def test_everything_trains_from_scratch() -> None:
+    assert all(parameter.requires_grad for parameter in build().parameters())
+
+
+@pytest.mark.parametrize("norm", ["frozen", "batch"])
+def test_stem_and_first_stage_are_frozen_with_weights(torchvision_weights: Path, norm: str) -> None:
+    backbone = build(weights=str(torchvision_weights), norm=norm)
+    assert trainable(backbone) == {"layer2", "layer3", "layer4"}
+    assert not backbone.needs_weights
+
+
+def test_frozen_norms_without_weights_say_so() -> None:
+    assert build(norm="frozen").needs_weights
+    assert not build(norm="batch").needs_weights
+    assert trainable(build(norm="frozen")) == {"layer2", "layer3", "layer4"}
+
+
+def test_weights_by_path_are_loaded(torchvision_weights: Path) -> None:
+    backbone = build(weights=str(torchvision_weights), norm="frozen")
+    expected = torch.load(torchvision_weights, weights_only=True)
+    actual = backbone.body.state_dict()
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in actual.items())
+    assert set(expected) - set(actual) == {
+        key for key in expected if key.startswith("fc.") or key.endswith("num_batches_tracked")
+    }
+
+
+def test_weights_of_another_network_are_refused(torchvision_weights: Path) -> None:
+    with pytest.raises(ValueError, match="weights must be a resnet34 state dict"):
+        build(name="resnet34", weights=str(torchvision_weights))
+
+
+def test_a_failed_download_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise URLError("no route to host")
+
+    monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", fail)
+    with pytest.raises(RuntimeError, match=r"could not be downloaded.*give its path as backbone\.weights"):
+        build(weights="imagenet", norm="frozen")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"name": "resnet20"}, "name must be one of resnet18, resnet34, resnet50, resnet101, got 'resnet20'"),
+        ({"norm": "layer"}, "norm must be one of frozen, batch, sync, group, got 'layer'"),
+        ({"weights": "imagnet"}, "weights must be none, imagenet or the path of a file, got 'imagnet'"),
+        ({"weights": "imagenet", "norm": "group"}, "norm must be frozen, batch or sync with pretrained weights"),
+        ({"dilation": True}, "dilation must be false for resnet18"),
+        ({"num_feature_levels": 6}, r"num_feature_levels must lie in 1\.\.5, got 6"),
+    ],
+)
+def test_wrong_settings_are_refused(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(**overrides)
