@@ -11,6 +11,12 @@ from typing import Any
 
 from pycocotools.coco import COCO
 
+REQUIRED_KEYS = {
+    "images": ("id", "file_name", "height", "width"),
+    "annotations": ("id", "image_id", "category_id", "bbox"),
+    "categories": ("id", "name"),
+}
+
 logger = logging.getLogger(__name__)
 
 
@@ -46,17 +52,19 @@ def read_annotations(json_path: Path, limit: int | None) -> COCO:
         The index of pycocotools over the repaired annotations.
 
     Raises:
-        ValueError: The file is absent or no COCO annotation file, an id is no integer, an image has no size, or an
-            annotation refers to a category or an image that the file does not list.
+        ValueError: The limit is below 1, the file is absent or no COCO annotation file, an id is no integer, an image
+            has no size, or an annotation refers to a category or an image that the file does not list.
     """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit must be at least 1 image, got {limit}; use null for all images")
     content = _read_json(json_path)
     categories = _parse_categories(content, json_path)
     images = sorted(content["images"], key=lambda image: _require_integer(image["id"], "image id", json_path))
     for image in images:
-        if not (isinstance(image.get("height"), int) and isinstance(image.get("width"), int)):
+        if not (isinstance(image["height"], int) and isinstance(image["width"], int)):
             raise ValueError(
-                f"image height and width must be integers, got {image.get('height')} and {image.get('width')} for "
-                f"image {image['id']} of {json_path}; write every image's size into the file"
+                f"image height and width must be integers, got {image['height']} and {image['width']} for image "
+                f"{image['id']} of {json_path}; write every image's size into the file"
             )
     sizes_hw = {image["id"]: (image["height"], image["width"]) for image in images}
     kept_images = images if limit is None else images[:limit]
@@ -94,7 +102,7 @@ def build_index(
 
 
 def _read_json(json_path: Path) -> dict[str, Any]:
-    """Reads the file and checks that it has COCO's three lists."""
+    """Reads the file and checks that it has COCO's three lists, and their entries what detection needs."""
     if not json_path.is_file():
         raise ValueError(f"annotation file must exist, got {json_path}; check the path")
     try:
@@ -103,12 +111,20 @@ def _read_json(json_path: Path) -> dict[str, Any]:
         raise ValueError(
             f"annotation file must be JSON, got {json_path} ({error}); write or download it again"
         ) from error
-    missing = [key for key in ("images", "annotations", "categories") if key not in content]
+    missing = [kind for kind in REQUIRED_KEYS if kind not in content]
     if missing:
         raise ValueError(
             f"annotation file must hold images, annotations and categories, got {json_path} without "
             f"{', '.join(missing)}; convert it to COCO's instances format"
         )
+    for kind, keys in REQUIRED_KEYS.items():
+        for place, entry in enumerate(content[kind]):
+            absent = [key for key in keys if key not in entry]
+            if absent:
+                raise ValueError(
+                    f"every entry of {kind} must have {', '.join(keys)}, got no {', '.join(absent)} in entry "
+                    f"{place} of {json_path}; complete the file"
+                )
     return content
 
 

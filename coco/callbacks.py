@@ -69,7 +69,9 @@ class CocoEvaluation(pl.Callback):
         if trainer.is_global_zero:
             self._run_dir.mkdir(parents=True, exist_ok=True)
             print_result(result, trainer.current_epoch)
-            append_category_results(self._run_dir / "per_class_ap.csv", result, trainer.current_epoch)
+            append_category_results(
+                self._run_dir / "per_class_ap.csv", result, epoch=trainer.current_epoch, step=trainer.global_step
+            )
             (self._run_dir / "detections_val.json").write_text(json.dumps(self._evaluator.coco_results()))
             picture_path = self._run_dir / "predictions" / f"epoch_{trainer.current_epoch:03d}.jpg"
             picture_path.parent.mkdir(exist_ok=True)
@@ -86,18 +88,16 @@ def print_result(result: EvaluationResult, epoch: int) -> None:
     Console().print(table)
 
 
-def append_category_results(path: Path, result: EvaluationResult, epoch: int) -> None:
+def append_category_results(path: Path, result: EvaluationResult, *, epoch: int, step: int) -> None:
     """Appends one line for each category; nan marks a category without boxes to find."""
     is_new = not path.exists()
     with path.open("a", newline="") as file:
         writer = csv.writer(file)
         if is_new:
-            writer.writerow(["epoch", "category_id", "name", "num_boxes", "AP", "AP50"])
+            writer.writerow(["epoch", "step", "category_id", "name", "num_boxes", "AP", "AP50"])
         for entry in result.categories:
-            category = entry.category
-            writer.writerow(
-                [epoch, category.id, category.name, entry.num_boxes, f"{entry.ap:.4f}", f"{entry.ap50:.4f}"]
-            )
+            category, scores = entry.category, (f"{entry.ap:.4f}", f"{entry.ap50:.4f}")
+            writer.writerow([epoch, step, category.id, category.name, entry.num_boxes, *scores])
 
 
 def draw_detections(data: CocoDataModule, detections: dict[int, ImageDetections]) -> Image.Image:

@@ -59,6 +59,18 @@ def test_absent_and_foreign_files_are_named(tmp_path, write_json):
         read_categories(tmp_path / "cut.json")
 
 
+@pytest.mark.parametrize(("kind", "key"), [("images", "file_name"), ("annotations", "bbox"), ("categories", "name")])
+def test_incomplete_entries_are_named(write_json, content, kind, key):
+    del content[kind][1][key]
+    with pytest.raises(ValueError, match=rf"every entry of {kind} must have .*, got no {key} in entry 1 of"):
+        read_annotations(write_json(content), limit=None)
+
+
+def test_a_limit_below_one_is_refused(write_json, content):
+    with pytest.raises(ValueError, match="limit must be at least 1 image, got 0"):
+        read_annotations(write_json(content), limit=0)
+
+
 def test_files_from_public_bug_reports(odd_inputs):
     folder = odd_inputs / "json"
     zero_height = read_annotations(folder / "coco_train2017_200365_zero_height.json", limit=None)

@@ -98,7 +98,7 @@ def test_training_logs_prints_and_writes(data, tmp_path, capsys):
 
     with (run_dir / "per_class_ap.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["epoch"] for row in rows] == ["0"] * 6 + ["1"] * 6
+    assert [(row["epoch"], row["step"]) for row in rows] == [("0", "1")] * 6 + [("1", "2")] * 6
     assert {row["name"] for row in rows} == {"disc", "square", "triangle", "star", "cross", "ring"}
     assert {row["AP"] for row in rows[:6] if row["num_boxes"] != "0"} == {"0.0000"}
     assert {row["AP"] for row in rows[6:] if row["num_boxes"] != "0"} == {"1.0000"}
