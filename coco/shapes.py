@@ -19,8 +19,13 @@ Field = Callable[[FloatArray, FloatArray], FloatArray]
 
 EMPTY_PROBABILITY = 0.04
 CROWD_PROBABILITY = 0.08
+COUNT_PROBABILITIES = (0.24, 0.28, 0.22, 0.14, 0.08, 0.04)
+"""Probabilities of 1, 2, ... shapes in an image, crowds and empty images aside."""
+
 SIZE_RANGES = ((0.1, 0.2), (0.2, 0.7), (0.75, 1.0))
 SIZE_PROBABILITIES = (0.15, 0.75, 0.1)
+"""Small, middle and large shapes: diameter as a share of the image's shorter side, and how often."""
+
 MIN_VISIBLE_FRACTION = 0.4
 MIN_VISIBLE_PIXELS = 16
 
@@ -132,7 +137,7 @@ def draw_scene(rng: np.random.Generator, height: int, width: int) -> tuple[NDArr
     if rng.random() < CROWD_PROBABILITY:
         objects.append(_draw_crowd(rng, canvas, is_dark))
     full_areas = [int(item.visible.sum()) for item in objects]
-    for _ in range(int(rng.choice(6, p=(0.24, 0.28, 0.22, 0.14, 0.08, 0.04))) + 1):
+    for _ in range(1 + int(rng.choice(len(COUNT_PROBABILITIES), p=COUNT_PROBABILITIES))):
         label = int(rng.integers(len(SHAPES)))
         relative_size = rng.uniform(*SIZE_RANGES[rng.choice(len(SIZE_RANGES), p=SIZE_PROBABILITIES)])
         centre_yx = (rng.uniform(0.08, 0.92) * height, rng.uniform(0.08, 0.92) * width)
