@@ -1,6 +1,7 @@
 """Lightning callbacks about the run itself: speed, progress bar, manifest and summary."""
 
 import json
+import math
 import statistics
 import time
 from pathlib import Path
@@ -144,17 +145,20 @@ class RunSummary(Callback):
 
     @rank_zero_only
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes the summary."""
+        """Writes the summary; NaN stands for what was never logged."""
         metrics = trainer.callback_metrics
         summary = {
             "train_seconds": round(time.perf_counter() - self._started, 1),
             "steps": trainer.global_step,
-            "img_per_s_median": round(statistics.median(point["img_per_s"] for point in self._curve), 2),
-            "peak_memory_mib": max((point.get("peak_memory_mib", 0.0) for point in self._curve)) or None,
-            "loss_first": self._curve[0]["loss"],
-            "loss_last": self._curve[-1]["loss"],
+            "img_per_s_median": statistics.median(self._values("img_per_s") or [math.nan]),
+            "peak_memory_mib": max(self._values("peak_memory_mib"), default=math.nan),
+            "loss_first": next(iter(self._values("loss")), math.nan),
+            "loss_last": next(iter(reversed(self._values("loss"))), math.nan),
             "validation": {name: round(float(value), 4) for name, value in metrics.items() if name.startswith("val/")},
             "curve": self._curve,
             "manifest": json.loads((self.run_dir / "manifest.json").read_text()),
         }
         (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+
+    def _values(self, name: str) -> list[float]:
+        return [point[name] for point in self._curve if name in point]
