@@ -1,6 +1,6 @@
 """The op as users call it: check the arguments, choose the backend openly, call it."""
 
-import importlib.util
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from msda_op.validation import check_level_table, check_sample_sizes, validate_i
 
 BACKENDS = ("auto", "triton", "reference", "cuda")
 
+_HAS_TRITON = find_spec("triton") is not None
 _TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -103,7 +104,7 @@ def require_backend(backend: str, device_type: str) -> None:
 
 
 def _require_triton(device_type: str) -> None:
-    if importlib.util.find_spec("triton") is None:
+    if not _HAS_TRITON:
         raise RuntimeError(
             "backend 'triton' needs the triton package, got none; install it or pass backend='reference'"
         )

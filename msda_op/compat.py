@@ -72,6 +72,7 @@ def batch_step(batch: int) -> int:
     return max(step for step in range(1, _LARGEST_STEP + 1) if batch % step == 0)
 
 
+@lru_cache(maxsize=1)
 def _installed_package() -> str | None:
     return next((name for name in _ADAPTERS if find_spec(name) is not None), None)
 

@@ -1,9 +1,9 @@
 """Multi-scale deformable attention in plain PyTorch: any float dtype, any device, differentiable more than once."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from msda_op.bilinear import bilinear_sample
 from msda_op.levels import HostShapes, level_starts
 
 
@@ -39,7 +39,7 @@ def ms_deform_attn_reference(
         grid = _sampling_grid(locations[:, :, :, level], h, w)
         grid = grid.transpose(1, 2).reshape(batch * num_heads, num_queries, num_points, 2)
         weights = attention_weights[:, :, :, level].to(dtype).transpose(1, 2)
-        samples = F.grid_sample(plane, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+        samples = bilinear_sample(plane, grid)
         output = output + (samples * weights.reshape(batch * num_heads, 1, num_queries, num_points)).sum(-1)
     output = output.view(batch, num_heads * head_dim, num_queries).transpose(1, 2)
     return output.to(value.dtype).contiguous()

@@ -8,9 +8,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from msda_op import compat
+from msda_op import compat, ms_deform_attn
 from msda_op.levels import read_shapes
 from msda_op.reference import ms_deform_attn_reference
+from parity.cases import INPUT_NAMES, Case, make_inputs
+from parity.comparisons import compare_op
 
 SHAPES = ((3, 4), (1, 2))
 TABLES = (torch.tensor(SHAPES, dtype=torch.int32), torch.tensor([0, 12], dtype=torch.int32))
@@ -66,15 +68,22 @@ def mmcv_function() -> ModuleType:
 STAND_INS = {"torch_ms_deform_attn": packaged, "MultiScaleDeformableAttention": extension, "mmcv": mmcv_function}
 
 
+@pytest.fixture(autouse=True)
+def _fresh_look_for_packages() -> Iterator[None]:
+    for cached in (compat._installed_package, compat._load_original_op):
+        cached.cache_clear()
+    yield
+    for cached in (compat._installed_package, compat._load_original_op):
+        cached.cache_clear()
+
+
 @pytest.fixture(params=STAND_INS)
-def installed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def installed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name = request.param
     module = STAND_INS[name]()
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(compat, "find_spec", lambda wanted: importlib.util if wanted == name else None)
-    compat._load_original_op.cache_clear()
-    yield name
-    compat._load_original_op.cache_clear()
+    return name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -112,6 +121,21 @@ def test_cpu_is_refused(installed: str) -> None:
     with pytest.raises(RuntimeError, match="must run on an NVIDIA GPU, got device type 'cpu'"):
         compat.require_original_op("cpu")
     compat.require_original_op("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [2, 67])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_original_op_keeps_the_bounds(dtype: torch.dtype, batch: int) -> None:
+    if compat._installed_package() is None:
+        pytest.skip("no package with the original CUDA op is installed")
+    case = Case("original", ((12, 17), (6, 9), (1, 1)), num_queries=29, batch=batch, head_dim=32)
+    inputs = make_inputs(case, dtype, torch.device("cuda"), seed=0)
+
+    def op(value, shapes, locations, weights):  # type: ignore[no-untyped-def]
+        return ms_deform_attn(value, shapes, None, locations, weights, backend="cuda")
+
+    assert [result for result in compare_op(op, inputs, INPUT_NAMES) if not result.passed] == []
 
 
 @pytest.mark.parametrize(("batch", "step"), [(1, 1), (6, 6), (64, 64), (65, 13), (67, 1), (128, 64)])
