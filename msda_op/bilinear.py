@@ -37,16 +37,17 @@ class _BilinearSample(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_samples: Tensor) -> tuple[Tensor | None, Tensor | None]:
         planes, grid = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph: the gradients need gradients themselves
-            needed = [tensor for tensor, needs in zip((planes, grid), ctx.needs_input_grad, strict=True) if needs]
-            samples = _gather_samples(planes, grid)
-            gradients = iter(torch.autograd.grad(samples, needed, grad_samples, create_graph=True))
-            return tuple(next(gradients) if needs else None for needs in ctx.needs_input_grad)  # type: ignore[return-value]
-        bilinear, zeros, align_corners = 0, 0, False
-        grad_planes, grad_grid = torch.ops.aten.grid_sampler_2d_backward(
-            grad_samples, planes, grid, bilinear, zeros, align_corners, ctx.needs_input_grad
-        )
-        return (grad_planes if ctx.needs_input_grad[0] else None), (grad_grid if ctx.needs_input_grad[1] else None)
+        needs = ctx.needs_input_grad
+        if not torch.is_grad_enabled():
+            bilinear, zeros, align_corners = 0, 0, False
+            return torch.ops.aten.grid_sampler_2d_backward(
+                grad_samples, planes, grid, bilinear, zeros, align_corners, needs
+            )
+        # create_graph is on: these gradients need gradients themselves.
+        needed = [tensor for tensor, needed in zip((planes, grid), needs, strict=True) if needed]
+        samples = _gather_samples(planes, grid)
+        gradients = iter(torch.autograd.grad(samples, needed, grad_samples, create_graph=True))
+        return (next(gradients) if needs[0] else None), (next(gradients) if needs[1] else None)
 
 
 def _gather_samples(planes: Tensor, grid: Tensor) -> Tensor:

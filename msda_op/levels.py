@@ -20,7 +20,8 @@ def level_starts(spatial_shapes: HostShapes) -> tuple[int, ...]:
 def read_shapes(spatial_shapes: SpatialShapes) -> HostShapes:
     """Returns `spatial_shapes` as a tuple of (h, w) ints.
 
-    Notes: reading a CUDA tensor waits for the device.
+    Notes:
+        Reading a tensor in device memory waits for the device.
     """
     rows = spatial_shapes.tolist() if isinstance(spatial_shapes, Tensor) else spatial_shapes
     return tuple((int(h), int(w)) for h, w in rows)
@@ -29,7 +30,8 @@ def read_shapes(spatial_shapes: SpatialShapes) -> HostShapes:
 def read_starts(level_start_index: Tensor | Sequence[int]) -> tuple[int, ...]:
     """Returns `level_start_index` as a tuple of ints.
 
-    Notes: reading a CUDA tensor waits for the device.
+    Notes:
+        Reading a tensor in device memory waits for the device.
     """
     rows = level_start_index.tolist() if isinstance(level_start_index, Tensor) else level_start_index
     return tuple(int(start) for start in rows)
@@ -40,7 +42,8 @@ def device_tables(
 ) -> tuple[Tensor, Tensor]:
     """Returns the validated level table as two integer tensors on `device`, `[L, 2]` (h, w) and `[L]`.
 
-    Notes: tensors on `device` are passed on unread; a table on the host is copied once per (table, device) and kept.
+    Notes:
+        Tensors on `device` are passed on unread; a table on the host is copied once per (table, device) and kept.
     """
     if isinstance(spatial_shapes, Tensor) and spatial_shapes.device == device:
         if not isinstance(level_start_index, Tensor) or level_start_index.device != device:
