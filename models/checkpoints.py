@@ -55,7 +55,7 @@ def _read_checkpoint(path: Path) -> Mapping[str, object]:
         with torch.serialization.safe_globals([argparse.Namespace]):
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"weights must be a checkpoint of tensors and plain data, got {str(path)!r}; it was refused: {reason}"
         ) from error

@@ -79,10 +79,10 @@ def criterion() -> Criterion:
 
 @pytest.fixture
 def image_batch() -> ImageBatch:
-    """Two images, 64x96 and 96x70, padded to 96x96."""
+    """Two images, 48x64 and 64x50, padded to 64x64."""
     generator = torch.Generator().manual_seed(0)
-    padding_mask = torch.zeros(2, 96, 96, dtype=torch.bool)
-    padding_mask[0, 64:] = True
-    padding_mask[1, :, 70:] = True
-    images = torch.randn(2, 3, 96, 96, generator=generator)
+    padding_mask = torch.zeros(2, 64, 64, dtype=torch.bool)
+    padding_mask[0, 48:] = True
+    padding_mask[1, :, 50:] = True
+    images = torch.randn(2, 3, 64, 64, generator=generator)
     return ImageBatch(images.masked_fill(padding_mask.unsqueeze(1), 0.0), padding_mask)

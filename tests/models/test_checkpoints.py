@@ -1,0 +1,120 @@
+import argparse
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.checkpoints import load_weights
+from models.deformable_detr import DeformableDetr
+
+HEADS = ("class_embed.", "transformer.decoder.class_embed.")
+
+
+def random_weights(model: DeformableDetr) -> dict[str, Tensor]:
+    """Copies the state dict with random values, equal where the model shares a tensor."""
+    values: dict[int, Tensor] = {}
+    weights = {}
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        random = torch.rand_like(tensor) if tensor.is_floating_point() else tensor.clone()
+        weights[key] = values.setdefault(id(tensor), random.detach())
+    return weights
+
+
+def save(path: Path, checkpoint: Any) -> Path:
+    torch.save(checkpoint, path)
+    return path
+
+
+def test_official_layout(detector: DeformableDetr, tmp_path: Path) -> None:
+    weights = random_weights(detector)
+    extra = {"transformer.total_ops": torch.zeros(1), "total_params": torch.zeros(1)}
+    checkpoint = {"model": weights | extra, "args": argparse.Namespace(lr=2e-4), "epoch": 3}
+    load_weights(detector, save(tmp_path / "official.pth", checkpoint))
+    assert all(torch.equal(tensor, weights[key]) for key, tensor in detector.state_dict().items())
+
+
+def test_own_layout(detector: DeformableDetr, tmp_path: Path) -> None:
+    weights = random_weights(detector)
+    state_dict = {f"model.{key}": tensor for key, tensor in weights.items()} | {"criterion.x": torch.zeros(1)}
+    load_weights(detector, save(tmp_path / "own.ckpt", {"state_dict": state_dict, "global_step": 1}))
+    assert all(torch.equal(tensor, weights[key]) for key, tensor in detector.state_dict().items())
+
+
+def test_step_counts_of_norms_may_be_missing(detector: DeformableDetr, tmp_path: Path) -> None:
+    weights = {key: t for key, t in random_weights(detector).items() if not key.endswith("num_batches_tracked")}
+    load_weights(detector, save(tmp_path / "official.pth", {"model": weights}))
+
+
+def test_other_classes_drop_the_class_heads_by_name(
+    make_detector: Callable[..., DeformableDetr], tmp_path: Path
+) -> None:
+    source, model = (make_detector(box_refine=True, two_stage=True, num_classes=n) for n in (7, 5))
+    weights, before = random_weights(source), {key: t.clone() for key, t in model.state_dict().items()}
+    with pytest.warns(UserWarning, match=r"another number of classes.*class_embed\.0\.bias.*decoder\.class_embed\.3"):
+        load_weights(model, save(tmp_path / "official.pth", {"model": weights}))
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[key] if key.startswith(HEADS) else weights[key])
+
+
+def edit(weights: dict[str, Tensor], change: str) -> dict[str, Tensor]:
+    edited = dict(weights)
+    if change == "missing":
+        del edited["query_embed.weight"]
+    elif change == "unexpected":
+        edited["neck.weight"] = torch.zeros(1)
+    elif change == "shape":
+        edited["query_embed.weight"] = torch.zeros(3, 64)
+    elif change == "tied":
+        edited["bbox_embed.2.layers.0.bias"] = edited["bbox_embed.2.layers.0.bias"] + 1
+    return edited
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("missing", r"1 missing \(query_embed.weight\)"),
+        ("unexpected", r"1 unexpected \(neck.weight\)"),
+        ("shape", r"1 of another shape \(query_embed.weight \(3, 64\) for \(11, 64\)\)"),
+        ("tied", r"another bbox_embed.2.layers.0.bias than bbox_embed.0.layers.0.bias"),
+    ],
+)
+def test_every_key_is_accounted_for(
+    change: str, message: str, make_detector: Callable[..., DeformableDetr], tmp_path: Path
+) -> None:
+    model = make_detector(box_refine=False)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    path = save(tmp_path / "official.pth", {"model": edit(random_weights(model), change)})
+    with pytest.raises(ValueError, match=message) as error:
+        load_weights(model, path)
+    assert "\n" not in str(error.value)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+
+
+class Payload:
+    """Would run code when unpickled without care."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("executed",)
+
+
+def test_unreadable_files_are_refused_in_one_line(
+    make_detector: Callable[..., DeformableDetr], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_detector(box_refine=False)
+    whole = save(tmp_path / "whole.pth", {"model": model.state_dict()}).read_bytes()
+    (tmp_path / "truncated.pth").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "empty.pth").write_bytes(b"")
+    (tmp_path / "text.pth").write_text("not a checkpoint")
+    (tmp_path / "pickle.pth").write_bytes(pickle.dumps({"model": Payload()}))
+    save(tmp_path / "code.pth", {"model": Payload()})
+    save(tmp_path / "list.pth", [1])
+    save(tmp_path / "layout.pth", {"weights": {}})
+    for name in ("truncated", "empty", "text", "pickle", "code", "list", "layout", "absent"):
+        with pytest.raises(ValueError, match=r"^weights must") as error:
+            load_weights(model, tmp_path / f"{name}.pth")
+        assert "\n" not in str(error.value)
+    assert capsys.readouterr().out == ""

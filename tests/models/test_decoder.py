@@ -1,0 +1,96 @@
+import pytest
+import torch
+from torch import nn
+
+from models.decoder import DeformableDecoder, DeformableDecoderLayer, predict_boxes, scale_to_levels
+from models.structures import FeatureLevels
+
+SHAPES = ((2, 4), (1, 2))
+
+
+def build(gradient_checkpointing: bool = False) -> DeformableDecoder:
+    torch.manual_seed(0)
+    layers = [
+        DeformableDecoderLayer(
+            d_model=16,
+            num_heads=2,
+            num_levels=2,
+            num_points=2,
+            dim_feedforward=24,
+            dropout=0.2,
+            backend="reference",
+        )
+        for _ in range(3)
+    ]
+    return DeformableDecoder(layers=layers, inverse_sigmoid_eps=1e-5, gradient_checkpointing=gradient_checkpointing)
+
+
+def make_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, FeatureLevels]:
+    generator = torch.Generator().manual_seed(0)
+    query, query_pos = torch.randn(2, 1, 5, 16, generator=generator)
+    memory = torch.randn(1, 10, 16, generator=generator)
+    levels = FeatureLevels(memory, memory, torch.zeros(1, 10, dtype=torch.bool), SHAPES, torch.ones(1, 2, 2))
+    return query, query_pos, torch.rand(1, 5, 2, generator=generator), memory, levels
+
+
+def test_points_and_boxes_scale_with_the_valid_ratios() -> None:
+    valid_ratios = torch.tensor([[[0.5, 1.0], [0.25, 0.5]]])
+    points = scale_to_levels(torch.tensor([[[0.4, 0.8]]]), valid_ratios)
+    torch.testing.assert_close(points, torch.tensor([[[[0.2, 0.8], [0.1, 0.4]]]]))
+    boxes = scale_to_levels(torch.tensor([[[0.4, 0.8, 0.2, 0.4]]]), valid_ratios)
+    torch.testing.assert_close(boxes, torch.tensor([[[[0.2, 0.8, 0.1, 0.4], [0.1, 0.4, 0.05, 0.2]]]]))
+
+
+def test_a_point_moves_only_the_centre() -> None:
+    hidden = torch.zeros(1, 4)
+    boxes = predict_boxes(nn.Identity(), hidden, torch.tensor([[0.2, 0.7]]), 1e-5)
+    torch.testing.assert_close(boxes, torch.tensor([[0.2, 0.7, 0.5, 0.5]]))
+    boxes = predict_boxes(nn.Identity(), hidden, torch.tensor([[0.2, 0.7, 0.1, 0.3]]), 1e-5)
+    torch.testing.assert_close(boxes, torch.tensor([[0.2, 0.7, 0.1, 0.3]]))
+
+
+def test_box_head_runs_in_float32_under_autocast() -> None:
+    head = nn.Linear(4, 4)
+    hidden, reference = torch.randn(3, 4), torch.rand(3, 4)
+    expected = predict_boxes(head, hidden, reference, 1e-5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(predict_boxes(head, hidden, reference, 1e-5), expected)
+
+
+def test_without_box_heads_all_layers_look_at_the_same_points() -> None:
+    decoder = build().eval()
+    seen = []
+    for layer in decoder.layers:
+        layer.cross_attn.register_forward_hook(lambda module, inputs, output: seen.append(inputs[1]))
+    output = decoder(*make_inputs())
+    assert output.hidden.shape == (3, 1, 5, 16)
+    assert output.boxes_cxcywh is None
+    assert all(torch.equal(points, seen[0]) for points in seen)
+
+
+def test_refinement_hands_detached_boxes_to_the_next_layer() -> None:
+    decoder = build().eval()
+    decoder.bbox_embed = nn.ModuleList(nn.Linear(16, 4) for _ in range(3))
+    seen = []
+    for layer in decoder.layers:
+        layer.cross_attn.register_forward_hook(lambda module, inputs, output: seen.append(inputs[1]))
+    boxes = decoder(*make_inputs()).boxes_cxcywh
+    assert boxes is not None
+    assert [points.shape[-1] for points in seen] == [2, 4, 4]
+    torch.testing.assert_close(seen[1][:, :, 0], boxes[0])
+    boxes[2].sum().backward()
+    gradients = [head.weight.grad for head in decoder.bbox_embed]
+    assert [gradient.abs().max() > 0 for gradient in gradients] == [False, False, True]
+
+
+@pytest.mark.parametrize("refine", [False, True])
+def test_checkpointing_changes_nothing_but_memory(refine: bool) -> None:
+    results = []
+    for gradient_checkpointing in (False, True):
+        decoder = build(gradient_checkpointing)
+        if refine:
+            decoder.bbox_embed = nn.ModuleList(nn.Linear(16, 4) for _ in range(3))
+        torch.manual_seed(1)
+        decoder(*make_inputs()).hidden.square().sum().backward()
+        results.append([parameter.grad for parameter in decoder.layers.parameters()])
+    assert all(torch.equal(plain, recomputed) for plain, recomputed in zip(*results, strict=True))
