@@ -1,15 +1,15 @@
 """ResNet backbones: which stages, which norms, which weights, what stays frozen."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from urllib.error import URLError
 
-import torch
 import torchvision
 from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d
+
+from models.checkpoints import check_keys, read_checkpoint
 
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101")
 DILATABLE_RESNETS = ("resnet50", "resnet101")
@@ -63,7 +63,6 @@ class ResNetBackbone(nn.Module):
         )
         self.stages = FEATURE_STAGES[-min(num_feature_levels, len(FEATURE_STAGES)) :]
         self.channels = tuple(_stage_channels(self.body.get_submodule(stage)) for stage in self.stages)
-        self.needs_weights = norm == "frozen" and weights == "none"
         if weights != "none":
             _load_torchvision_weights(self.body, name, weights)
         if weights != "none" or norm == "frozen":
@@ -113,26 +112,18 @@ def _stage_channels(stage: nn.Module) -> int:
 
 
 def _load_torchvision_weights(body: nn.Module, name: str, weights: str) -> None:
-    state_dict = _download_imagenet_weights(name) if weights == "imagenet" else _read_state_dict(weights)
+    state_dict = _download_imagenet_weights(name) if weights == "imagenet" else read_checkpoint(weights)
     state_dict = {key: tensor for key, tensor in state_dict.items() if not key.startswith("fc.")}
-    try:
-        body.load_state_dict(state_dict)
-    except RuntimeError as error:
-        raise ValueError(
-            f"weights must be a {name} state dict with torchvision's keys, got {weights!r}; {error}"
-        ) from error
+    check_keys(state_dict, body.state_dict(), weights)
+    body.load_state_dict(state_dict, strict=False)
 
 
-def _download_imagenet_weights(name: str) -> dict[str, Tensor]:
+def _download_imagenet_weights(name: str) -> Mapping[str, object]:
     entry = torchvision.models.get_model_weights(name)["IMAGENET1K_V1"]
     try:
         return entry.get_state_dict(progress=False, check_hash=True)
-    except (URLError, OSError) as error:
+    except OSError as error:
         raise RuntimeError(
             f"the ImageNet weights of {name} could not be downloaded from {entry.url} ({error}); "
             "download the file elsewhere and give its path as backbone.weights, or train with backbone.weights=none"
         ) from error
-
-
-def _read_state_dict(path: str) -> dict[str, Tensor]:
-    return torch.load(path, map_location="cpu", weights_only=True)

@@ -32,7 +32,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
         ValueError: if the file can't be read, holds anything but tensors and plain data, holds no known layout or
             does not fit the model; the message is one line.
     """
-    weights = _find_weights(_read_checkpoint(Path(path)), path)
+    weights = _find_weights(read_checkpoint(path), path)
     expected = model.state_dict(keep_vars=True)
     if _is_for_other_classes(weights, expected):
         dropped = sorted(key for key in weights if key.startswith(CLASS_HEADS))
@@ -43,13 +43,24 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
         )
         weights = {key: tensor for key, tensor in weights.items() if key not in dropped}
         expected = {key: tensor for key, tensor in expected.items() if not key.startswith(CLASS_HEADS)}
-    _check_keys(weights, expected, path)
+    check_keys(weights, expected, path)
     _check_tied_tensors(weights, expected, path)
     model.load_state_dict(weights, strict=False)
 
 
-def _read_checkpoint(path: Path) -> Mapping[str, object]:
-    if not path.is_file():
+def read_checkpoint(path: str | Path) -> Mapping[str, object]:
+    """Reads a file of tensors and plain data; an `argparse.Namespace` is the only other class allowed in it.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The dict that it holds, tensors on the CPU.
+
+    Raises:
+        ValueError: if there is no such file, or it is damaged, would run code or holds no dict.
+    """
+    if not Path(path).is_file():
         raise ValueError(f"weights must be the path of a checkpoint file, got {str(path)!r}; no such file exists")
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
@@ -64,6 +75,35 @@ def _read_checkpoint(path: Path) -> Mapping[str, object]:
     return checkpoint
 
 
+def check_keys(weights: Mapping[str, object], expected: Mapping[str, Tensor], path: str | Path) -> None:
+    """Checks that weights have the keys and shapes of a state dict; step counts of batch norms may differ.
+
+    Args:
+        weights: what a file holds.
+        expected: state dict of the module to fill.
+        path: the file, for the message.
+
+    Raises:
+        ValueError: if a key is missing, left over, no tensor or of another shape; the message is one line.
+    """
+    shapes = {key: tuple(tensor.shape) for key, tensor in weights.items() if isinstance(tensor, Tensor)}
+    problems = {
+        "missing": [key for key in expected if key not in weights and not key.endswith(OPTIONAL_SUFFIX)],
+        "unexpected": [key for key in weights if key not in expected and not key.endswith(OPTIONAL_SUFFIX)],
+        "of another shape": [
+            f"{key} {shapes.get(key)} for {tuple(tensor.shape)}"
+            for key, tensor in expected.items()
+            if key in weights and shapes.get(key) != tuple(tensor.shape)
+        ],
+    }
+    found = [f"{len(keys)} {kind} ({_shorten(keys)})" for kind, keys in problems.items() if keys]
+    if found:
+        raise ValueError(
+            f"weights must fit the model exactly, got {'; '.join(found)} in {str(path)!r}; "
+            "choose the model and backbone that the checkpoint was trained with"
+        )
+
+
 def _find_weights(checkpoint: Mapping[str, object], path: str | Path) -> dict[str, Tensor]:
     """Recognises the layout by its keys and returns the weights under the model's own names."""
     official, own = checkpoint.get("model"), checkpoint.get("state_dict")
@@ -76,32 +116,17 @@ def _find_weights(checkpoint: Mapping[str, object], path: str | Path) -> dict[st
             f"weights must hold `model` (official layout) or `state_dict` (ours), got "
             f"{', '.join(map(str, checkpoint))} in {str(path)!r}; give a checkpoint of one of them"
         )
+    strangers = [str(key) for key, value in weights.items() if not isinstance(value, Tensor)]
+    if strangers:
+        raise ValueError(f"weights must be tensors, got others in {_shorten(strangers)} of {str(path)!r}; drop them")
     return weights
 
 
 def _is_for_other_classes(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
     return any(
-        key.startswith(CLASS_HEADS) and key in weights and len(weights[key]) != len(tensor)
+        key.startswith(CLASS_HEADS) and key in weights and weights[key].shape[:1] != tensor.shape[:1]
         for key, tensor in expected.items()
     )
-
-
-def _check_keys(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: str | Path) -> None:
-    problems = {
-        "missing": [key for key in expected if key not in weights and not key.endswith(OPTIONAL_SUFFIX)],
-        "unexpected": [key for key in weights if key not in expected and not key.endswith(OPTIONAL_SUFFIX)],
-        "of another shape": [
-            f"{key} {tuple(weights[key].shape)} for {tuple(tensor.shape)}"
-            for key, tensor in expected.items()
-            if key in weights and weights[key].shape != tensor.shape
-        ],
-    }
-    found = [f"{len(keys)} {kind} ({_shorten(keys)})" for kind, keys in problems.items() if keys]
-    if found:
-        raise ValueError(
-            f"weights must fit the model exactly, got {'; '.join(found)} in {str(path)!r}; "
-            "choose the model and backbone that the checkpoint was trained with"
-        )
 
 
 def _check_tied_tensors(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: str | Path) -> None:

@@ -25,9 +25,10 @@ def pixel_proposals(levels: FeatureLevels) -> tuple[Tensor, Tensor]:
     for level, (height, width) in enumerate(levels.spatial_shapes):
         y = torch.arange(height, dtype=torch.float32, device=levels.valid_ratios.device) + 0.5
         x = torch.arange(width, dtype=torch.float32, device=levels.valid_ratios.device) + 0.5
-        centers = torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1).flatten(0, 1)
-        valid_size = (levels.valid_ratios[:, level] * centers.new_tensor((width, height))).round()
-        centers = centers / valid_size.unsqueeze(1)
+        ratio_x, ratio_y = levels.valid_ratios[:, level, None].unbind(-1)
+        columns = (x / (ratio_x * width).round()).unsqueeze(1).expand(-1, height, -1)
+        rows = (y / (ratio_y * height).round()).unsqueeze(2).expand(-1, -1, width)
+        centers = torch.stack((columns, rows), dim=-1).flatten(1, 2)
         boxes.append(torch.cat((centers, torch.full_like(centers, FINEST_SIZE * 2**level)), dim=-1))
     boxes_cxcywh = torch.cat(boxes, dim=1)
     low, high = VALID_RANGE

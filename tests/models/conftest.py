@@ -14,6 +14,8 @@ from models.matcher import HungarianMatcher
 from models.position_encoding import SinePositionEncoding
 from models.structures import ImageBatch
 
+torch.set_num_threads(1)  # tensors this small only wait for a second thread
+
 NUM_CLASSES = 5
 TRANSFORMER = {
     "d_model": 32,

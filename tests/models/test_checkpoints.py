@@ -109,11 +109,12 @@ def test_unreadable_files_are_refused_in_one_line(
     (tmp_path / "truncated.pth").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "empty.pth").write_bytes(b"")
     (tmp_path / "text.pth").write_text("not a checkpoint")
-    (tmp_path / "pickle.pth").write_bytes(pickle.dumps({"model": Payload()}))
+    (tmp_path / "pickle.pth").write_bytes(pickle.dumps({"model": Payload()}, protocol=2))
     save(tmp_path / "code.pth", {"model": Payload()})
     save(tmp_path / "list.pth", [1])
     save(tmp_path / "layout.pth", {"weights": {}})
-    for name in ("truncated", "empty", "text", "pickle", "code", "list", "layout", "absent"):
+    save(tmp_path / "number.pth", {"model": {"class_embed.0.bias": 3}})
+    for name in ("truncated", "empty", "text", "pickle", "code", "list", "layout", "number", "absent"):
         with pytest.raises(ValueError, match=r"^weights must") as error:
             load_weights(model, tmp_path / f"{name}.pth")
         assert "\n" not in str(error.value)

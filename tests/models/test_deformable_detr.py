@@ -107,6 +107,32 @@ def test_every_parameter_gets_a_finite_gradient(
     assert all(parameter.grad.isfinite().all() for parameter in detector.parameters())
 
 
+def test_forward_reads_no_tensor_on_the_host(
+    detector: DeformableDetr, image_batch: ImageBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *args: pytest.fail("the forward pass reads a tensor"))
+    detector(image_batch)
+
+
+@pytest.mark.gpu
+def test_only_the_matcher_waits_for_the_gpu(
+    detector: DeformableDetr, criterion: Criterion, image_batch: ImageBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    detector.cuda()
+    batch = ImageBatch(image_batch.images.cuda(), image_batch.padding_mask.cuda())
+    boxes = torch.tensor([0.5, 0.5, 0.3, 0.4]).expand(3, 4).cuda()
+    targets = Targets(torch.zeros(3, dtype=torch.int64).cuda(), boxes, (0, 3))
+    matches = criterion.matcher(detector(batch), targets)
+    monkeypatch.setattr(criterion.matcher, "forward", lambda output, targets: matches)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        criterion(detector(batch), targets, lambda count: count).total.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(parameter.grad is not None for parameter in detector.parameters())
+
+
 def test_checkpointing_gives_the_same_gradients(
     make_detector: Callable[..., DeformableDetr], image_batch: ImageBatch
 ) -> None:
