@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from models.criterion import Criterion
 from models.normalization import ImageNormalizer
@@ -75,6 +76,14 @@ class Detector(pl.LightningModule):
         total_steps = int(self.trainer.estimated_stepping_batches)
         scheduler = build_scheduler(self.schedule, optimizer, total_steps, max(0, self.trainer.max_epochs or 0))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clips the norm of all gradients together and logs it; Lightning's own clipping refuses fused optimisers."""
+        if gradient_clip_val:
+            norm = nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
+            self.log("train/grad_norm", norm)
 
     def _mean_over_processes(self, value: Tensor) -> Tensor:
         if self.trainer.world_size == 1:

@@ -1,0 +1,129 @@
+"""The main job from the command line, as a user types it."""
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = [
+    "debug=smoke",
+    "trainer=cpu",
+    "logger=csv",
+    "callbacks.progress=null",
+    "data.image_size=64",
+    "data.num_train=8",
+    "data.num_val=7",
+    "model.transformer.num_queries=20",
+]
+
+
+def run_train(*overrides: str, cache: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_DETR_CACHE": str(cache), **environment}
+    command = [sys.executable, str(ROOT / "train.py"), *overrides]
+    return subprocess.run(command, cwd=cache, env=variables, capture_output=True, text=True, timeout=300)
+
+
+def summary_of(run_dir: Path) -> dict:
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+def detections_of(run_dir: Path) -> list[tuple]:
+    rows = json.loads((run_dir / "detections_val.json").read_text())
+    return sorted((row["image_id"], round(row["score"], 5), *(round(x, 2) for x in row["bbox"])) for row in rows)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def smoke_run(cache, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("smoke") / "run"
+    result = run_train(*TINY, f"hydra.run.dir={run_dir}", cache=cache)
+    assert result.returncode == 0, result.stderr
+    return run_dir
+
+
+def test_a_run_leaves_logs_tables_pictures_and_checkpoints(smoke_run):
+    rows = list(csv.DictReader((smoke_run / "csv" / "metrics.csv").open()))
+    assert any(row["train/loss"] for row in rows)
+    assert any(row["val/AP50"] for row in rows)
+    assert len((smoke_run / "per_class_ap.csv").read_text().splitlines()) == 1 + 6
+    assert [file.suffix for file in (smoke_run / "predictions").iterdir()] == [".jpg"]
+    assert {file.name for file in (smoke_run / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
+    manifest = json.loads((smoke_run / "manifest.json").read_text())
+    assert manifest["environment"]["packages"]["torch"]
+    assert manifest["config"]["trainer"]["max_epochs"] == 1
+    assert len(manifest["categories"]) == 6
+    assert summary_of(smoke_run)["steps"] == 2
+
+
+def test_checkpoints_load_without_running_code(smoke_run):
+    checkpoint = torch.load(smoke_run / "checkpoints" / "last.ckpt", weights_only=True)
+    assert checkpoint["categories"][0].keys() == {"id", "name"}
+    assert checkpoint["config"]["num_classes"] == 6
+
+
+def test_a_resumed_run_goes_on_where_the_first_stopped(smoke_run, cache, tmp_path):
+    ckpt_path = smoke_run / "checkpoints" / "last.ckpt"
+    result = run_train(
+        *TINY, f"ckpt_path={ckpt_path}", "trainer.max_epochs=2", f"hydra.run.dir={tmp_path / 'run'}", cache=cache
+    )
+    assert result.returncode == 0, result.stderr
+    assert summary_of(tmp_path / "run")["steps"] == 4
+    assert [point["step"] for point in summary_of(tmp_path / "run")["curve"]] == [4]
+
+
+def test_validation_on_two_processes_equals_one(smoke_run, cache, tmp_path):
+    """Seven images: the sampler repeats one for the second process, which must not count twice."""
+    weights = f"model.weights={smoke_run / 'checkpoints' / 'last.ckpt'}"
+    found = {}
+    for name, trainer in {"one": ["trainer=cpu"], "two": ["trainer=ddp", "trainer.accelerator=cpu"]}.items():
+        run_dir = tmp_path / name
+        result = run_train(
+            *TINY, *trainer, "mode=validate", weights, "data.eval_batch_size=1", f"hydra.run.dir={run_dir}", cache=cache
+        )
+        assert result.returncode == 0, result.stderr
+        found[name] = detections_of(run_dir), (run_dir / "per_class_ap.csv").read_text()
+    assert len(found["one"][0]) == 7 * 100
+    assert found["one"] == found["two"]
+
+
+def test_training_on_two_processes_runs(cache, tmp_path):
+    run_dir = tmp_path / "run"
+    overrides = ["trainer=ddp", "trainer.accelerator=cpu", "data.batch_size=2", f"hydra.run.dir={run_dir}"]
+    result = run_train(*TINY, *overrides, cache=cache)
+    assert result.returncode == 0, result.stderr
+    summary = summary_of(run_dir)
+    assert summary["steps"] == 2
+    assert summary["manifest"]["world_size"] == 2
+    assert [folder.name for folder in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["op=triton", "data=coco", "data.root=/nowhere"], "op|backend"),
+        (["precision=fp16"], "precision=fp16 must run on a GPU"),
+        (["backbone.norm=frozen"], "backbone.norm=frozen must come with trained statistics"),
+        (["backbone.norm=layer"], "norm must be one of"),
+        (["mode=valdate"], "mode must be one of train, validate"),
+        (["mode=validate"], "set ckpt_path"),
+        (["ckpt_path=absent.ckpt"], "ckpt_path must name a file"),
+        (["data=coco", "data.root=/nowhere"], "/nowhere"),
+    ],
+)
+def test_wrong_settings_are_refused_in_a_line(overrides, message, cache, tmp_path):
+    result = run_train("trainer=cpu", *overrides, f"hydra.run.dir={tmp_path}", cache=cache, TRITON_INTERPRET="0")
+    assert result.returncode == 1
+    assert result.stderr.strip().splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in result.stderr
+    assert re.search(message, result.stderr)
