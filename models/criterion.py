@@ -107,7 +107,8 @@ class Criterion(nn.Module):
         logits, boxes_cxcywh = logits.float(), boxes_cxcywh.float()
         matched = (matches.layer, matches.batch, matches.query)
         class_targets = torch.zeros_like(logits)
-        class_targets[(*matched, labels[matches.target])] = 1.0
+        # Assigning the number 1.0 by index would copy it to the device and wait.
+        class_targets.index_put_((*matched, labels[matches.target]), class_targets.new_ones(()))
         focal = sigmoid_focal_loss(logits, class_targets, self.focal_alpha, self.focal_gamma)
         matched_boxes, target_boxes = boxes_cxcywh[matched], targets.boxes_cxcywh[matches.target]
         return {
