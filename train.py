@@ -1,6 +1,7 @@
 """Trains or validates a detector: `python train.py [group=option] [key=value] ...`; `--help` lists both."""
 
 import sys
+from typing import Any, cast
 
 import hydra
 import lightning.pytorch as pl
@@ -8,9 +9,10 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from coco.callbacks import CocoEvaluation
+from coco.datamodule import CocoDataModule
 from models.callbacks import RunManifest
 from models.detector import Detector
-from models.environment import allow_tf32
+from models.environment import allow_tf32, silence_dependencies
 from models.preflight import check_run
 
 
@@ -19,6 +21,7 @@ def main(cfg: DictConfig) -> float | None:
     """Runs one job; returns the last validation AP, which a sweep can optimise."""
     try:
         check_run(cfg)
+        silence_dependencies()
         allow_tf32(cfg.precision.allow_tf32)
         pl.seed_everything(cfg.seed, workers=True, verbose=False)
         datamodule = instantiate(cfg.data)
@@ -43,13 +46,16 @@ def main(cfg: DictConfig) -> float | None:
     return None if ap is None else float(ap)
 
 
-def build_trainer(cfg: DictConfig, datamodule: pl.LightningDataModule) -> pl.Trainer:
+def build_trainer(cfg: DictConfig, datamodule: CocoDataModule) -> pl.Trainer:
     """Makes the Trainer with its loggers and callbacks."""
     categories = [{"id": category.id, "name": category.name} for category in datamodule.categories]
+    config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
     callbacks = [instantiate(callback) for callback in cfg.callbacks.values() if callback is not None]
     callbacks.append(CocoEvaluation(run_dir=cfg.run_dir))
-    callbacks.append(RunManifest(cfg.run_dir, OmegaConf.to_container(cfg, resolve=True), categories))
-    return instantiate(cfg.trainer, callbacks=callbacks, logger=[instantiate(item) for item in cfg.logger.values()])
+    callbacks.append(RunManifest(cfg.run_dir, config, categories))
+    loggers = [instantiate(logger) for logger in cfg.logger.values()]
+    show_progress = cfg.callbacks.progress is not None
+    return instantiate(cfg.trainer, callbacks=callbacks, logger=loggers, enable_progress_bar=show_progress)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule
 from pycocotools.coco import COCO
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSampler
 
 from coco.annotations import Category, read_annotations, read_categories
 from coco.collate import Batch, collate
@@ -32,6 +32,8 @@ class CocoDataModule(LightningDataModule):
         num_workers: Loader processes of one training process; 0 loads in the training process itself.
         size_divisor: Batches are padded to multiples of it; 1 pads no more than needed.
         limit_train: Train on the first so many images in order of their ids; null for all.
+        repeat_train: How often an epoch goes over the training images; above 1 it spares a tiny data set the cost of
+            restarting the loader.
         limit_val: Validate on the first so many images in order of their ids; null for all.
         seed: Seed of the order of the training images.
     """
@@ -51,6 +53,7 @@ class CocoDataModule(LightningDataModule):
         num_workers: int,
         size_divisor: int,
         limit_train: int | None,
+        repeat_train: int,
         limit_val: int | None,
         seed: int,
     ) -> None:
@@ -64,6 +67,7 @@ class CocoDataModule(LightningDataModule):
         self.num_workers = num_workers
         self.size_divisor = size_divisor
         self.limit_train = limit_train
+        self.repeat_train = repeat_train
         self.limit_val = limit_val
         self.seed = seed
 
@@ -115,15 +119,16 @@ class CocoDataModule(LightningDataModule):
             ValueError: A process has fewer images than one batch.
         """
         num_replicas, rank = (1, 0) if self.trainer is None else (self.trainer.world_size, self.trainer.global_rank)
+        dataset: ConcatDataset[Sample] = ConcatDataset([self.train_dataset] * self.repeat_train)
         sampler: DistributedSampler[Sample] = DistributedSampler(
-            self.train_dataset, num_replicas=num_replicas, rank=rank, shuffle=True, seed=self.seed
+            dataset, num_replicas=num_replicas, rank=rank, shuffle=True, seed=self.seed
         )
         if len(sampler) < self.batch_size:
             raise ValueError(
                 f"batch_size must be at most the number of training images of a process, got {self.batch_size} with "
                 f"{len(sampler)} images; lower data.batch_size"
             )
-        return self._build_loader(self.train_dataset, self.batch_size, sampler=sampler, drop_last=True)
+        return self._build_loader(dataset, self.batch_size, sampler=sampler, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Sample]:
         """Batches in order of the image ids."""
@@ -142,7 +147,7 @@ class CocoDataModule(LightningDataModule):
         )
 
     def _build_loader(
-        self, dataset: CocoDataset, batch_size: int, *, sampler: DistributedSampler[Sample] | None, drop_last: bool
+        self, dataset: Dataset[Sample], batch_size: int, *, sampler: DistributedSampler[Sample] | None, drop_last: bool
     ) -> DataLoader[Sample]:
         """Builds a loader of padded batches."""
         return DataLoader(

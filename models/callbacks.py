@@ -15,6 +15,12 @@ from lightning.pytorch.utilities import rank_zero_only
 from models.environment import describe_environment
 
 
+def closes_log_window(trainer: Trainer, batch_idx: int) -> bool:
+    """Whether values are logged after this batch: every `log_every_n_steps` batches, and after an epoch's last."""
+    window: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by Lightning's logger connector
+    return (batch_idx + 1) % window == 0 or trainer.is_last_batch
+
+
 class Throughput(Callback):
     """Logs `train/img_per_s` over all processes (data loading counts, evaluation does not) and the peak GPU memory.
 
@@ -45,7 +51,7 @@ class Throughput(Callback):
     ) -> None:
         """Counts the batch's images; logs and starts a new window every `log_every_n_steps` batches."""
         self._images += batch["images"].shape[0] * trainer.world_size
-        if (batch_idx + 1) % trainer.log_every_n_steps and not trainer.is_last_batch:
+        if not closes_log_window(trainer, batch_idx):
             return
         self._stop()
         pl_module.log("train/img_per_s", self._images / max(self._seconds, 1e-9), prog_bar=True)
@@ -60,7 +66,7 @@ class Throughput(Callback):
 
 
 class ProgressBar(RichProgressBar):
-    """Rich progress bar that reads device values every `log_every_n_steps` batches only.
+    """Rich progress bar that reads device values where they are logged only.
 
     Lightning's own bar reads every metric after each step, which makes the host wait for the device.
     """
@@ -71,7 +77,7 @@ class ProgressBar(RichProgressBar):
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Returns the values beside the bar, without their `train/` and without Lightning's version number."""
-        if not self._shown or trainer.global_step % trainer.log_every_n_steps == 0:
+        if not self._shown or closes_log_window(trainer, trainer.fit_loop.batch_idx):
             metrics = super().get_metrics(trainer, pl_module)
             metrics.pop("v_num", None)
             self._shown = {name.removeprefix("train/"): value for name, value in metrics.items()}
@@ -134,7 +140,7 @@ class RunSummary(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: dict[str, Any], batch_idx: int
     ) -> None:
         """Keeps a point of the curves where `Throughput` has closed a window."""
-        if (batch_idx + 1) % trainer.log_every_n_steps and not trainer.is_last_batch:
+        if not closes_log_window(trainer, batch_idx):
             return
         values = {
             name.removeprefix("train/"): float(trainer.callback_metrics[name])

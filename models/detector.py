@@ -8,6 +8,7 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from models.callbacks import closes_log_window
 from models.criterion import Criterion
 from models.normalization import ImageNormalizer
 from models.optimization import AdamWSettings, Schedule, build_scheduler
@@ -54,10 +55,10 @@ class Detector(pl.LightningModule):
         return self.model(self.normalizer(batch["images"], batch["padding_mask"]))
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """Returns the weighted loss; logs it and its terms every `log_every_n_steps` batches."""
+        """Returns the weighted loss; logs it and its terms where a log window closes."""
         targets = Targets(batch["labels"], batch["boxes_cxcywh"], batch["num_targets"])
         losses = self.criterion(self(batch), targets, self._mean_over_processes)
-        if (batch_idx + 1) % self.trainer.log_every_n_steps == 0 or self.trainer.is_last_batch:
+        if closes_log_window(self.trainer, batch_idx):
             batch_size = len(batch["image_ids"])
             self.log("train/loss", losses.total, prog_bar=True, batch_size=batch_size)
             self.log_dict({f"train/{name}": value for name, value in losses.terms.items()}, batch_size=batch_size)

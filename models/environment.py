@@ -1,10 +1,12 @@
 """What a run ran on: versions, hardware, commit; and the switch for TF32."""
 
 import importlib.metadata
+import logging
 import os
 import platform
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +61,11 @@ def allow_tf32(allowed: bool) -> None:
     """
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
+
+
+def silence_dependencies() -> None:
+    """Hides messages of dependencies that a user cannot act on; everything else stays visible."""
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")  # inside Lightning
+    warnings.filterwarnings("ignore", message=r"The '\w+' does not have many workers")  # data.num_workers is explicit
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
+        logging.getLogger(name).addFilter(lambda record: not record.getMessage().startswith("💡"))  # advertisements

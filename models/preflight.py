@@ -47,7 +47,10 @@ def check_run(cfg: DictConfig) -> None:
     device = device_type(cfg.trainer.accelerator)
     if device == "cpu" and cfg.precision.lightning == "16-mixed":
         raise ValueError("precision=fp16 must run on a GPU, got a CPU; use precision=bf16 or precision=fp32")
-    msda_op.require_backend(cfg.op.backend, device)
+    try:
+        msda_op.require_backend(cfg.op.backend, device)
+    except RuntimeError as error:
+        raise ValueError(f"op={cfg.op.backend} cannot run here: {error}") from error
     untrained = cfg.backbone.weights == "none" and cfg.ckpt_path is None and cfg.model.weights is None
     if cfg.backbone.norm == "frozen" and untrained:
         raise ValueError(

@@ -61,7 +61,7 @@ def test_option_instantiates(option, tmp_path):
 
 
 def test_a_wrong_option_lists_the_right_ones():
-    with pytest.raises(MissingConfigException, match="(?s)Available options.*reference.*triton"):
+    with pytest.raises(MissingConfigException, match=r"(?s)Available options.*reference.*triton"):
         composed("op=tritn")
 
 

@@ -11,6 +11,7 @@ SETTINGS = {
     "num_workers": 0,
     "size_divisor": 1,
     "limit_train": None,
+    "repeat_train": 1,
     "limit_val": None,
     "seed": 0,
     "train_transform": light_augmentation(sizes=(64,), max_size=64, flip_probability=0.5),
@@ -58,6 +59,10 @@ def test_validation_takes_every_image_in_order(build):
 
 def test_limit_train_takes_the_first_images(build):
     assert sorted(ids_of(build(limit_train=5).train_dataloader())) == [1, 2, 3, 4, 5]
+
+
+def test_repeat_train_goes_over_the_images_again(build):
+    assert sorted(ids_of(build(limit_train=2, repeat_train=5).train_dataloader())) == [1] * 5 + [2] * 5
 
 
 def test_workers_give_the_same_images(build):
