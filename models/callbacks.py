@@ -121,14 +121,16 @@ class RunManifest(Callback):
 
 
 class RunSummary(Callback):
-    """Writes `summary.json` into the run folder when training ends: speed, memory, loss curve, AP, and the manifest.
+    """Writes a JSON file when training ends: speed, memory, loss curve, AP, and the manifest.
 
     Args:
         run_dir: The run's folder, with the `manifest.json` of `RunManifest`.
+        path: The file to write.
     """
 
-    def __init__(self, run_dir: str) -> None:
+    def __init__(self, run_dir: str, path: str) -> None:
         self.run_dir = Path(run_dir)
+        self.path = Path(path)
         self._curve: list[dict[str, float]] = []
         self._started = 0.0
 
@@ -164,7 +166,8 @@ class RunSummary(Callback):
             "curve": self._curve,
             "manifest": json.loads((self.run_dir / "manifest.json").read_text()),
         }
-        (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(summary, indent=1) + "\n")
 
     def _values(self, name: str) -> list[float]:
         return [point[name] for point in self._curve if name in point]

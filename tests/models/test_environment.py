@@ -1,9 +1,12 @@
 import json
+import logging
+import subprocess
+import warnings
 
 import pytest
 import torch
 
-from models.environment import allow_tf32, describe_environment
+from models.environment import allow_tf32, describe_environment, silence_dependencies, source_commit
 
 
 def test_description_names_versions_and_commit():
@@ -27,3 +30,26 @@ def test_tf32_switch_reaches_products_and_convolutions(allowed):
     allow_tf32(allowed)
     assert torch.backends.cuda.matmul.allow_tf32 is allowed
     assert torch.backends.cudnn.allow_tf32 is allowed
+
+
+def test_commit_comes_from_the_environment_outside_a_checkout(monkeypatch):
+    def no_git(*args, **kwargs):
+        raise FileNotFoundError("git")
+
+    monkeypatch.setattr(subprocess, "run", no_git)
+    monkeypatch.delenv("TRITON_DETR_COMMIT", raising=False)
+    assert source_commit() == {"commit": None, "dirty": None}
+    monkeypatch.setenv("TRITON_DETR_COMMIT", "abc123")
+    assert source_commit() == {"commit": "abc123", "dirty": None}
+
+
+def test_only_the_listed_messages_are_silenced(caplog):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        silence_dependencies()
+        warnings.warn("The 'train_dataloader' does not have many workers which may be a bottleneck.", stacklevel=1)
+        warnings.warn("the loss is not finite", stacklevel=1)
+    assert [str(warning.message) for warning in caught] == ["the loss is not finite"]
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    assert not logger.filter(logging.makeLogRecord({"msg": "💡 Tip: buy this"}))
+    assert logger.filter(logging.makeLogRecord({"msg": "GPU available: True"}))
