@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import hydra
 import lightning.pytorch as pl
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
@@ -37,6 +38,10 @@ def main(cfg: DictConfig) -> float | None:
         )
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"error: {error}")
+    except InstantiationException as error:
+        if not isinstance(error.__cause__, ValueError | FileNotFoundError):
+            raise
+        sys.exit(f"error: {error.__cause__}")
     trainer = build_trainer(cfg, datamodule)
     if cfg.mode == "validate":
         trainer.validate(detector, datamodule, ckpt_path=cfg.ckpt_path)

@@ -112,12 +112,7 @@ def test_training_on_two_processes_runs(cache, tmp_path):
     ("overrides", "message"),
     [
         (["op=triton", "data=coco", "data.root=/nowhere"], "op=triton cannot run here"),
-        (["precision=fp16"], "precision=fp16 must run on a GPU"),
-        (["backbone.norm=frozen"], "backbone.norm=frozen must come with trained statistics"),
         (["backbone.norm=layer"], "norm must be one of"),
-        (["mode=valdate"], "mode must be one of train, validate"),
-        (["mode=validate"], "set ckpt_path"),
-        (["ckpt_path=absent.ckpt"], "ckpt_path must name a file"),
         (["data=coco", "data.root=/nowhere"], "/nowhere"),
     ],
 )
