@@ -122,3 +122,22 @@ def test_wrong_settings_are_refused_in_a_line(overrides, message, cache, tmp_pat
     assert result.stderr.strip().splitlines()[-1].startswith("error: ")
     assert "Traceback" not in result.stderr
     assert re.search(message, result.stderr)
+
+
+def test_optional_settings_run_together(cache, tmp_path):
+    run_dir = tmp_path / "run"
+    result = run_train(
+        *TINY,
+        "ema=exponential",
+        "early_stopping=best_ap",
+        "precision=bf16",
+        "trainer.accumulate_grad_batches=2",
+        "model.transformer.gradient_checkpointing=true",
+        f"hydra.run.dir={run_dir}",
+        cache=cache,
+    )
+    assert result.returncode == 0, result.stderr
+    assert summary_of(run_dir)["steps"] == 1
+    checkpoint = torch.load(run_dir / "checkpoints" / "last.ckpt", weights_only=True)
+    averaged, trained = checkpoint["state_dict"], checkpoint["current_model_state"]
+    assert averaged.keys() == trained.keys()
