@@ -1,0 +1,120 @@
+"""Launch shapes that were measured on a card: the data table `launch_table.json` and how it is read.
+
+`python -m scripts.benchmark sweep --write` measures them and writes the table. They are chosen ahead of time and never by
+`triton.autotune`: it would run the backward kernel many times on the live buffers of a training step, which adds to the
+gradient of value each time. Where the table has no entry, the rule in `msda_op.triton.launch` decides.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+TABLE_PATH = Path(__file__).with_name("launch_table.json")
+SCHEMA = 1
+
+# Queries of one head over the whole batch from which on a card is full, however small its tiles are.
+MANY_QUERIES = 16384
+
+
+class LaunchKey(NamedTuple):
+    """What a launch shape depends on.
+
+    Args:
+        architecture: compute capability, e.g. 90.
+        kernel: which pass.
+        element_bytes: of value.
+        block_k: points of a tile, a power of two.
+        block_d: channels of a tile, a power of two.
+        regime: "many" where B*Q reaches `MANY_QUERIES` (an encoder), else "few" (a decoder).
+    """
+
+    architecture: int
+    kernel: Literal["forward", "backward"]
+    element_bytes: int
+    block_k: int
+    block_d: int
+    regime: Literal["few", "many"]
+
+
+class LaunchShape(NamedTuple):
+    """Queries of a tile and the warps that share it.
+
+    Stages of software pipelining are not here: Triton pipelines no loop of these kernels, and 1 to 4 stages give the
+    same PTX.
+    """
+
+    block_q: int
+    num_warps: int
+
+
+class Entry(NamedTuple):
+    """A row of the table: the shape for a key, its median device time in ms and what it was measured on."""
+
+    key: LaunchKey
+    shape: LaunchShape
+    milliseconds: float
+    measured_on: str
+
+
+_forced: LaunchShape | None = None
+
+
+def choose_regime(batch: int, num_queries: int) -> Literal["few", "many"]:
+    """Returns the regime of a call of B items with Q queries."""
+    return "many" if batch * num_queries >= MANY_QUERIES else "few"
+
+
+def find_shape(key: LaunchKey) -> LaunchShape | None:
+    """Returns the measured shape for a key, or None where there is none."""
+    return _forced or _measured_shapes().get(key)
+
+
+def read_table(path: Path) -> list[Entry]:
+    """Reads a table.
+
+    Raises:
+        ValueError: if the file has another schema, or two rows for one key.
+    """
+    content = json.loads(path.read_text())
+    if content["schema"] != SCHEMA:
+        raise ValueError(f"schema of {path} must be {SCHEMA}, got {content['schema']}; write the table anew by a sweep")
+    entries = [
+        Entry(LaunchKey(**row["key"]), LaunchShape(**row["shape"]), row["milliseconds"], row["measured_on"])
+        for row in content["entries"]
+    ]
+    keys = [entry.key for entry in entries]
+    if len(set(keys)) < len(keys):
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"entries of {path} must have keys of their own, got {repeated} twice; delete one")
+    return entries
+
+
+def write_table(path: Path, entries: Sequence[Entry]) -> None:
+    """Adds entries to a table, in place of those with the same key."""
+    merged = {entry.key: entry for entry in (read_table(path) if path.exists() else [])}
+    merged |= {entry.key: entry for entry in entries}
+    content = {"schema": SCHEMA, "entries": [_to_json(merged[key]) for key in sorted(merged)]}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+@contextmanager
+def forced_shape(shape: LaunchShape) -> Iterator[None]:
+    """Launches everything in one shape, for a sweep; in all threads of the process."""
+    global _forced
+    _forced = shape
+    try:
+        yield
+    finally:
+        _forced = None
+
+
+@lru_cache(maxsize=1)
+def _measured_shapes() -> dict[LaunchKey, LaunchShape]:
+    return {entry.key: entry.shape for entry in read_table(TABLE_PATH)}
+
+
+def _to_json(entry: Entry) -> dict[str, Any]:
+    return {**entry._asdict(), "key": entry.key._asdict(), "shape": entry.shape._asdict()}
