@@ -1,13 +1,12 @@
 """Launch shapes that were measured on a card: the data table `launch_table.json` and how it is read.
 
-`python -m scripts.benchmark sweep --write` measures them and writes the table. They are chosen ahead of time and never by
-`triton.autotune`: it would run the backward kernel many times on the live buffers of a training step, which adds to the
-gradient of value each time. Where the table has no entry, the rule in `msda_op.triton.launch` decides.
+`python -m scripts.benchmark sweep --write` measures them and writes the table. `triton.autotune` would choose at run
+time, but it runs a kernel many times on the live tensors of a training step, and each run of the backward kernel adds
+to the gradient of value once more. Where the table has no entry, the rule in `msda_op.triton.launch` decides.
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -59,9 +58,6 @@ class Entry(NamedTuple):
     measured_on: str
 
 
-_forced: LaunchShape | None = None
-
-
 def choose_regime(batch: int, num_queries: int) -> Literal["few", "many"]:
     """Returns the regime of a call of B items with Q queries."""
     return "many" if batch * num_queries >= MANY_QUERIES else "few"
@@ -69,7 +65,7 @@ def choose_regime(batch: int, num_queries: int) -> Literal["few", "many"]:
 
 def find_shape(key: LaunchKey) -> LaunchShape | None:
     """Returns the measured shape for a key, or None where there is none."""
-    return _forced or _measured_shapes().get(key)
+    return _measured_shapes().get(key)
 
 
 def read_table(path: Path) -> list[Entry]:
@@ -98,17 +94,6 @@ def write_table(path: Path, entries: Sequence[Entry]) -> None:
     merged |= {entry.key: entry for entry in entries}
     content = {"schema": SCHEMA, "entries": [_to_json(merged[key]) for key in sorted(merged)]}
     path.write_text(json.dumps(content, indent=1) + "\n")
-
-
-@contextmanager
-def forced_shape(shape: LaunchShape) -> Iterator[None]:
-    """Launches everything in one shape, for a sweep; in all threads of the process."""
-    global _forced
-    _forced = shape
-    try:
-        yield
-    finally:
-        _forced = None
 
 
 @lru_cache(maxsize=1)

@@ -14,7 +14,6 @@ from msda_op.triton.launch_table import (
     LaunchShape,
     choose_regime,
     find_shape,
-    forced_shape,
     read_table,
     write_table,
 )
@@ -64,13 +63,6 @@ def test_other_schemas_and_repeated_keys_are_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(content | {"entries": 2 * content["entries"]}))
     with pytest.raises(ValueError, match=r"must have keys of their own, got LaunchKey\(architecture=90"):
         read_table(path)
-
-
-def test_a_forced_shape_holds_inside_its_context_alone() -> None:
-    before = find_shape(KEY)
-    with forced_shape(LaunchShape(64, 8)):
-        assert find_shape(KEY) == LaunchShape(64, 8)
-    assert find_shape(KEY) == before
 
 
 def test_regime_changes_where_a_card_is_full() -> None:
