@@ -1,0 +1,25 @@
+"""The fast path for Hopper GPUs (compute capability 9.0): one lane a sample, and a gradient of value by tensor cores.
+
+`supports` tells whether a call can take it; `forward`, `fused_forward`, `backward` and `fused_backward` run it, on plain
+tensors and without autograd. What it does not take, the kernels of `msda_op.triton` do.
+
+Reading order: `primitives`, `samples`, `forward`, `buckets`, `backward`, `reduce`, `deterministic`, `launch`, `op`.
+
+Limits, where the arithmetic differs from the kernels for every shape:
+
+- Attention weights travel as float16 in the forward and in records. Weights above 65504 become infinite; weights below
+  6e-5 lose digits and below 3e-8 vanish. A softmax reaches only the second, where the sum in a half does not notice.
+- Records hold a place to 1/2048 pixel, and the reduction multiplies weights rounded to the dtype of value. It sums in
+  float32, and the gradient of value is rounded once, at the end.
+- A pixel of value that is not finite spoils each sample whose 2 x 2 block, clamped into the level, holds it, even where
+  its weight is 0 because the sample lies outside: 0 * inf is NaN.
+- A row of grad_output that is not finite spoils, through records, the whole windows of 4 x 8 pixels of the tiles that
+  its samples fall into, not only the pixels that they weigh.
+- Locations that are NaN or infinite sample nothing, as everywhere.
+- The first call with new level sizes copies a small table to the device.
+"""
+
+from msda_op.triton.hopper.op import backward, forward, fused_backward, fused_forward
+from msda_op.triton.hopper.support import supports
+
+__all__ = ["backward", "forward", "fused_backward", "fused_forward", "supports"]

@@ -1,0 +1,349 @@
+"""Backward kernel of the Hopper path: gradients of locations and weights, and what the gradient of value is made of.
+
+Legend: B batch, Q queries, S rows of value, M heads, D channels a head, L levels, K points.
+One program takes one head of 2 * WARPS * ITERATIONS queries.
+
+Lanes hold samples (see `samples`) until the pixels are read. Reading, they stand like this, one query after the other:
+
+    gather lane:   bits 4-3          bit 2                bits 1-0
+                   point of a quad   left/right pixel     t: 16-byte chunk of the 64-byte row
+                   `--------- g = lane >> 2 --------'
+
+A chunk is four registers of two channels, and as they come from memory they are an A operand of mma.m16n8k16:
+registers 0 and 2 are row g, registers 1 and 3 row g + 8. So the B operand holds the upstream gradient of chunk t,
+registers 0 and 2 in even columns and 1 and 3 in odd ones, and c0 + c3 of the result is the dot product of the pixel g
+with the gradient, over all 32 channels, in every t. Lane t keeps that of quad t, and two shuffles bring each row's
+pair home to its sample lane.
+
+The gradient of value goes one of two ways, SCATTER:
+    "atomics"   eight lanes add the 128-byte row of float32 of one pixel; for few samples.
+    "records"   each sample leaves 8 bytes in its bucket, see `write_record`; `reduce` turns buckets into gradients.
+    "none"      nobody asked for it.
+"""
+
+import triton
+import triton.language as tl
+
+from msda_op.triton.hopper.buckets import COUNTER_STRIDE, TILE_H, TILE_W, find_bucket, join_buckets, load_bin
+from msda_op.triton.hopper.forward import load_rows
+from msda_op.triton.hopper.primitives import (
+    add_floats4,
+    load_words2,
+    multiply_matrices,
+    pack_halves,
+    shuffle,
+    store_words2,
+)
+from msda_op.triton.hopper.samples import (
+    hat_slope,
+    load_lane_level,
+    load_row_strides,
+    load_sample,
+    place_sample,
+    softmax_of_query,
+    split_program_id,
+    sum_of_query,
+    unpack_halves,
+    weigh_pixels,
+)
+
+# A record is two words, (x << 16 | attention as float16, query << 15 | y): x and y are the place in the tile plus 1, in
+# units of 1/2048 pixel. Its 17 bits for the query limit Q to 2^17.
+RECORD_SCALE = tl.constexpr(2048)
+
+
+@triton.jit
+def write_record(record, x, y, tile_left, tile_top, attention, query, mask):
+    """Writes the record of a sample; rounding must not carry it past the last pixel of the window."""
+    column = tl.minimum(((x - tile_left + 1) * RECORD_SCALE + 0.5).to(tl.int32), (TILE_W + 2) * RECORD_SCALE - 1)
+    row = tl.minimum(((y - tile_top + 1) * RECORD_SCALE + 0.5).to(tl.int32), (TILE_H + 2) * RECORD_SCALE - 1)
+    half = attention.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    store_words2(record, (column << 16) | half, (query << 15) | row, mask)
+
+
+@triton.jit
+def dot_rows(rows, b0, b1, sums, dtype: tl.constexpr):
+    """Adds products of an upper and a lower row of pixels with the gradient to a pair of C operands."""
+    upper, lower = rows
+    c, d = sums
+    return (
+        multiply_matrices(upper[0], upper[1], upper[2], upper[3], b0, b1, c[0], c[1], c[2], c[3], dtype),
+        multiply_matrices(lower[0], lower[1], lower[2], lower[3], b0, b1, d[0], d[1], d[2], d[3], dtype),
+    )
+
+
+@triton.jit
+def pick_quad(t, sums0, sums1, sums2, sums3, row: tl.constexpr):
+    """Returns on lane t the dot product (c0 + c3) of quad t, of the upper (0) or lower (1) row of pixels."""
+    dot0 = sums0[row][0] + sums0[row][3]
+    dot1 = sums1[row][0] + sums1[row][3]
+    dot2 = sums2[row][0] + sums2[row][3]
+    dot3 = sums3[row][0] + sums3[row][3]
+    return tl.where(t < 2, tl.where(t == 0, dot0, dot1), tl.where(t == 2, dot2, dot3))
+
+
+@triton.jit
+def dot_query(
+    value, grad_output, pixels, row_strides, lane, QUERY: tl.constexpr, CHUNKS: tl.constexpr, dtype: tl.constexpr
+):
+    """Returns the dot products of the four pixels of each sample of query 0 or 1 with its gradient.
+
+    In order upper left, upper right, lower left, lower right, on the lanes 0-15 and again on 16-31.
+    """
+    zero = lane * 0.0
+    empty = (zero, zero, zero, zero)
+    sums0 = (empty, empty)
+    sums1 = (empty, empty)
+    sums2 = (empty, empty)
+    sums3 = (empty, empty)
+    source = QUERY * 16 + (lane >> 3)
+    for chunk in tl.static_range(CHUNKS):
+        gradient = (grad_output + 32 * chunk).to(tl.pointer_type(tl.int32), bitcast=True)
+        b0 = tl.load(gradient)
+        b1 = tl.load(gradient + 2)
+        rows0 = load_rows(value + 32 * chunk, pixels, source, row_strides[0])
+        rows1 = load_rows(value + 32 * chunk, pixels, source + 4, row_strides[1])
+        rows2 = load_rows(value + 32 * chunk, pixels, source + 8, row_strides[2])
+        rows3 = load_rows(value + 32 * chunk, pixels, source + 12, row_strides[3])
+        sums0 = dot_rows(rows0, b0, b1, sums0, dtype)
+        sums1 = dot_rows(rows1, b0, b1, sums1, dtype)
+        sums2 = dot_rows(rows2, b0, b1, sums2, dtype)
+        sums3 = dot_rows(rows3, b0, b1, sums3, dtype)
+    upper = pick_quad(lane & 3, sums0, sums1, sums2, sums3, 0)
+    lower = pick_quad(lane & 3, sums0, sums1, sums2, sums3, 1)
+    home = (lane & 3) * 8 + ((lane >> 2) & 3)
+    return shuffle(upper, home), shuffle(upper, home + 4), shuffle(lower, home), shuffle(lower, home + 4)
+
+
+@triton.jit
+def add_pixels(grad_value, pixels, source, row_stride, weights, gradient, counts, PIXEL_STRIDE: tl.constexpr):
+    """Adds four channels of the gradient, times their weights, to the four pixels of the sample on lane `source`."""
+    upper = grad_value + shuffle(pixels, source)
+    lower = upper + row_stride
+    w = shuffle(weights[0], source)
+    add_floats4(upper, w * gradient[0], w * gradient[1], w * gradient[2], w * gradient[3], counts & (w != 0))
+    w = shuffle(weights[1], source)
+    add_floats4(
+        upper + PIXEL_STRIDE, w * gradient[0], w * gradient[1], w * gradient[2], w * gradient[3], counts & (w != 0)
+    )
+    w = shuffle(weights[2], source)
+    add_floats4(lower, w * gradient[0], w * gradient[1], w * gradient[2], w * gradient[3], counts & (w != 0))
+    w = shuffle(weights[3], source)
+    add_floats4(
+        lower + PIXEL_STRIDE, w * gradient[0], w * gradient[1], w * gradient[2], w * gradient[3], counts & (w != 0)
+    )
+
+
+@triton.jit
+def scatter_query(
+    grad_value,
+    grad_output,
+    pixels,
+    row_strides,
+    weights,
+    counts,
+    lane,
+    QUERY: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PIXEL_STRIDE: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Adds the samples of query 0 or 1 to the gradient of value: eight lanes a row, four samples at a time."""
+    source = QUERY * 16 + (lane >> 3)
+    channel = (lane & 7) * 4
+    for chunk in tl.static_range(CHUNKS):
+        words = load_words2(grad_output + (32 * chunk + channel))
+        g0, g1 = unpack_halves(words[0], dtype)
+        g2, g3 = unpack_halves(words[1], dtype)
+        gradient = (g0, g1, g2, g3)
+        target = grad_value + (32 * chunk + channel)
+        for quad in tl.static_range(4):
+            add_pixels(target, pixels, source + 4 * quad, row_strides[quad], weights, gradient, counts, PIXEL_STRIDE)
+
+
+@triton.jit
+def store_pair(pointer, x, y, mask):
+    """Stores two neighbouring numbers in the dtype of the pointer, halves or float32."""
+    if pointer.dtype.element_ty == tl.float32:
+        store_words2(pointer, x.to(tl.int32, bitcast=True), y.to(tl.int32, bitcast=True), mask)
+    else:
+        pair = pack_halves(x, y, pointer.dtype.element_ty)
+        tl.store(pointer.to(tl.pointer_type(tl.int32), bitcast=True), pair, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_queries", "batch_stride", "head_stride", "num_buckets"])
+def backward_kernel(
+    value,  # [B, S, M, D] or [B, M, S, D] by its strides; bfloat16 or float16
+    levels,  # [L, 3] (h, w, first row) int32
+    bins,  # [L, 3], see BucketPlan; None without records
+    places,  # [B, Q, M, L, K, 2] (x, y) locations, or [B, Q, L, REFERENCE] reference points, float32
+    offsets,  # [B, Q, M, L, K, 2] (x, y); None for locations
+    weights,  # [B, Q, M, L, K] attention weights, or logits
+    grad_output,  # [B, Q, M, D], dtype of value
+    grad_value,  # like value, float32, zeroed; None without atomics
+    grad_locations,  # [B, Q, M, L, K, 2] float32; None where not asked for
+    grad_offsets,  # [B, Q, M, L, K, 2], dtype of offsets; None where not asked for
+    grad_weights,  # [B, Q, M, L, K], dtype of weights; None where not asked for
+    counters,  # [B, M, num_buckets, COUNTER_STRIDE] int32, starts raised to ends; None without records
+    records,  # [B, M, Q * L * K, 2] int32; None without records
+    num_queries,
+    batch_stride,
+    head_stride,
+    num_buckets,
+    PIXEL_STRIDE: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    L: tl.constexpr,
+    K: tl.constexpr,
+    REFERENCE: tl.constexpr,
+    SCATTER: tl.constexpr,
+    WARPS: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+):
+    dtype: tl.constexpr = value.dtype.element_ty
+    CHUNKS: tl.constexpr = D // 32
+    PASSES: tl.constexpr = (L * ((K + 3) // 4) + 3) // 4
+    NEEDS_DOTS: tl.constexpr = (grad_locations is not None) or (grad_offsets is not None) or (grad_weights is not None)
+    item, head, first_query = split_program_id(num_queries, M, 2 * WARPS * ITERATIONS)
+    thread = tl.arange(0, 32 * WARPS)
+    lane = thread & 31
+    second = lane >= 16
+
+    plane = item * batch_stride + head * head_stride
+    value += plane + ((lane >> 2) & 1) * PIXEL_STRIDE + (lane & 3) * 8
+    samples = item * num_queries * (M * L * K)
+    if REFERENCE == 0:
+        places += 2 * samples
+        offsets = places
+    else:
+        places += item * num_queries * (L * REFERENCE)
+        offsets += 2 * samples
+    offset_dtype: tl.constexpr = offsets.dtype.element_ty
+    weights += samples
+    if grad_locations is not None:
+        grad_locations += 2 * samples
+    if grad_offsets is not None:
+        grad_offsets += 2 * samples
+    if grad_weights is not None:
+        grad_weights += samples
+    if grad_value is not None:
+        grad_value += plane
+    grad_output += item * num_queries * (M * D) + head * D
+    gradient_chunk = (lane & 3) * 8 + ((lane >> 2) & 1) * 2
+    if SCATTER == "records":
+        counters += (item * M + head) * num_buckets * COUNTER_STRIDE
+        records += (item * M + head) * num_queries * (L * K * 2)
+
+    level, point, exists, height, width, start = load_lane_level(levels, lane, 0, L, K)
+    strides = load_row_strides(levels, 0, PIXEL_STRIDE, L, K)
+    if SCATTER == "records":
+        level_bin = load_bin(bins, level)
+    first_of_pair = first_query + (thread >> 5) * 2
+    last_query = num_queries - 1
+    place, offset, weight = load_sample(
+        places,
+        offsets,
+        weights,
+        tl.minimum(first_of_pair + (lane >> 4), last_query),
+        head,
+        level,
+        point,
+        M,
+        L,
+        K,
+        REFERENCE,
+    )
+    for step in range(ITERATIONS * PASSES):
+        x, y = place_sample(place, offset, height, width, offset_dtype, K, REFERENCE)
+        attention = weight.to(tl.float32)
+        if REFERENCE != 0:
+            attention = softmax_of_query(attention, exists)
+        attention = tl.where(exists, attention, 0.0)
+        left, distance_x, weight_left, weight_right = weigh_pixels(x, width)
+        top, distance_y, weight_top, weight_bottom = weigh_pixels(y, height)
+        pixels = (start + (top * width + left).to(tl.int32)) * PIXEL_STRIDE
+        row_strides = strides
+        step_pair = first_of_pair
+        query = step_pair + (lane >> 4)
+        counts = exists & (query < num_queries)
+        sample = ((query * M + head) * L + level) * K + point
+        if SCATTER == "records":
+            joins = counts & (weight_left + weight_right > 0) & (weight_top + weight_bottom > 0)
+            bucket, tile_left, tile_top = find_bucket(left, top, query, level_bin)
+            leader, rank, size = join_buckets(bucket, joins)
+            seat = tl.atomic_add(counters + bucket * COUNTER_STRIDE, size, mask=joins & (lane == leader), sem="relaxed")
+        step_height = height
+        step_width = width
+        step_place = place
+        # The next sample is on its way while this one is summed.
+        if PASSES > 1:
+            sweep = (step + 1) % PASSES
+            level, point, exists, height, width, start = load_lane_level(levels, lane, sweep, L, K)
+            strides = load_row_strides(levels, sweep, PIXEL_STRIDE, L, K)
+            if SCATTER == "records":
+                level_bin = load_bin(bins, level)
+            first_of_pair = tl.where(sweep == 0, first_of_pair + 2 * WARPS, first_of_pair)
+        else:
+            first_of_pair += 2 * WARPS
+        if ITERATIONS * PASSES > 1:
+            next_query = tl.minimum(first_of_pair + (lane >> 4), last_query)
+            place, offset, weight = load_sample(
+                places, offsets, weights, next_query, head, level, point, M, L, K, REFERENCE
+            )
+
+        if SCATTER == "atomics":
+            share_top = attention * weight_top
+            share_bottom = attention * weight_bottom
+            shares = (
+                share_top * weight_left,
+                share_top * weight_right,
+                share_bottom * weight_left,
+                share_bottom * weight_right,
+            )
+            for pair in tl.static_range(2):
+                scatter_query(
+                    grad_value,
+                    grad_output + tl.minimum(step_pair + pair, last_query) * (M * D),
+                    pixels,
+                    row_strides,
+                    shares,
+                    step_pair + pair < num_queries,
+                    lane,
+                    pair,
+                    CHUNKS,
+                    PIXEL_STRIDE,
+                    dtype,
+                )
+        if NEEDS_DOTS:
+            gradient = grad_output + gradient_chunk
+            first = gradient + tl.minimum(step_pair, last_query) * (M * D)
+            a00, a01, a10, a11 = dot_query(value, first, pixels, row_strides, lane, 0, CHUNKS, dtype)
+            other = gradient + tl.minimum(step_pair + 1, last_query) * (M * D)
+            b00, b01, b10, b11 = dot_query(value, other, pixels, row_strides, lane, 1, CHUNKS, dtype)
+            dot_00 = tl.where(second, b00, a00)
+            dot_01 = tl.where(second, b01, a01)
+            dot_10 = tl.where(second, b10, a10)
+            dot_11 = tl.where(second, b11, a11)
+            dot_left = weight_top * dot_00 + weight_bottom * dot_10
+            dot_right = weight_top * dot_01 + weight_bottom * dot_11
+            grad_attention = weight_left * dot_left + weight_right * dot_right
+            if grad_weights is not None:
+                grad_weight = grad_attention
+                if REFERENCE != 0:
+                    mean = sum_of_query(attention * grad_attention)
+                    grad_weight = attention * (grad_attention - mean)
+                tl.store(grad_weights + sample, grad_weight.to(grad_weights.dtype.element_ty), mask=counts)
+            dot_top = weight_left * dot_00 + weight_right * dot_01
+            dot_bottom = weight_left * dot_10 + weight_right * dot_11
+            grad_x = attention * (hat_slope(distance_x) * dot_left + hat_slope(distance_x - 1) * dot_right)
+            grad_y = attention * (hat_slope(distance_y) * dot_top + hat_slope(distance_y - 1) * dot_bottom)
+            if grad_locations is not None:
+                store_pair(grad_locations + 2 * sample, grad_x * step_width, grad_y * step_height, counts)
+            if grad_offsets is not None:
+                if REFERENCE == 4:
+                    grad_x *= step_width * (step_place[2].to(tl.float32, bitcast=True) * (0.5 / K))
+                    grad_y *= step_height * (step_place[3].to(tl.float32, bitcast=True) * (0.5 / K))
+                store_pair(grad_offsets + 2 * sample, grad_x, grad_y, counts)
+        if SCATTER == "records":
+            seat = shuffle(seat, leader) + rank
+            write_record(records + seat * 2, x, y, tile_left, tile_top, attention, query, joins)

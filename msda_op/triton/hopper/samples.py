@@ -1,0 +1,182 @@
+"""Samples: which lane holds which, where it lies, and the four pixels it takes.
+
+Legend: B batch, Q queries, S rows of value, M heads, D channels a head, L levels, K points.
+
+A warp holds the samples of two queries of one head, one sample a lane, so that each coordinate is computed once:
+
+    sample lane:   bit 4      bits 3-2          bits 1-0
+                   query      quad of points    point of the quad
+
+A *quad* is four points of one level: K points fill QUADS = ceil(K / 4) quads, padded with lanes that sample nothing.
+One pass holds four quads: L = K = 4 takes one pass in which quad = level; larger products L * K take more.
+
+Branch-free bilinear sampling: the 2 x 2 block of pixels at (left, top) is clamped into the level, and the weight of a
+pixel is the hat function of its distance, max(0, 1 - |distance|) along each axis. Pixels that the sample does not
+reach get weight 0 by themselves, and so do all four of a sample outside, or at NaN or infinity (max(NaN, 0) is 0).
+Needs h, w >= 2.
+"""
+
+import triton
+import triton.language as tl
+
+from msda_op.triton.hopper.primitives import load_words2, load_words4, shuffle_xor
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def split_program_id(num_queries, HEADS: tl.constexpr, QUERIES: tl.constexpr):
+    """Returns (batch item as int64, head, first query); the heads of a tile of queries run one after the other."""
+    program = tl.program_id(0)
+    tiles = tl.cdiv(num_queries, QUERIES)
+    tile = program // HEADS
+    return (tile // tiles).to(tl.int64), program % HEADS, tile % tiles * QUERIES
+
+
+@triton.jit
+def load_lane_level(levels, lane, sweep, L: tl.constexpr, K: tl.constexpr):
+    """Returns (level, point, whether it exists, h, w, first row of the level) of the lane's sample in pass `sweep`."""
+    QUADS: tl.constexpr = (K + 3) // 4
+    quad = sweep * 4 + ((lane >> 2) & 3)
+    level = quad // QUADS
+    point = quad % QUADS * 4 + (lane & 3)
+    exists = (level < L) & (point < K)
+    level = tl.minimum(level, L - 1)
+    row = levels + level * 3
+    return (
+        level,
+        tl.minimum(point, K - 1),
+        exists,
+        tl.load(row).to(tl.float32),
+        tl.load(row + 1).to(tl.float32),
+        tl.load(row + 2),
+    )
+
+
+@triton.jit
+def load_row_strides(levels, sweep, PIXEL_STRIDE: tl.constexpr, L: tl.constexpr, K: tl.constexpr):
+    """Returns the elements from a row of pixels to the next for the four quads of pass `sweep`."""
+    QUADS: tl.constexpr = (K + 3) // 4
+    first = levels + 1
+    return (
+        tl.load(first + tl.minimum((sweep * 4) // QUADS, L - 1) * 3) * PIXEL_STRIDE,
+        tl.load(first + tl.minimum((sweep * 4 + 1) // QUADS, L - 1) * 3) * PIXEL_STRIDE,
+        tl.load(first + tl.minimum((sweep * 4 + 2) // QUADS, L - 1) * 3) * PIXEL_STRIDE,
+        tl.load(first + tl.minimum((sweep * 4 + 3) // QUADS, L - 1) * 3) * PIXEL_STRIDE,
+    )
+
+
+@triton.jit
+def unpack_halves(pair, dtype: tl.constexpr):
+    """Returns (lower, upper) half of an int32 as float32."""
+    if dtype == tl.bfloat16:
+        return (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
+    else:
+        low = pair.to(tl.int16).to(tl.float16, bitcast=True)
+        high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def load_pair(pointer):
+    """Returns the registers of two neighbouring numbers: a packed pair, twice, of halves; two words of float32."""
+    if pointer.dtype.element_ty == tl.float32:
+        return load_words2(pointer)
+    else:
+        pair = tl.load(pointer.to(tl.pointer_type(tl.int32), bitcast=True))
+        return pair, pair
+
+
+@triton.jit
+def widen_pair(registers, dtype: tl.constexpr):
+    """Returns the two numbers of `load_pair` as float32."""
+    if dtype == tl.float32:
+        return registers[0].to(tl.float32, bitcast=True), registers[1].to(tl.float32, bitcast=True)
+    else:
+        return unpack_halves(registers[0], dtype)
+
+
+@triton.jit
+def load_sample(
+    places,
+    offsets,
+    weights,
+    query,
+    head,
+    level,
+    point,
+    M: tl.constexpr,
+    L: tl.constexpr,
+    K: tl.constexpr,
+    REFERENCE: tl.constexpr,
+):
+    """Returns the registers of a sample as they come from memory: (place, offset, weight).
+
+    REFERENCE 0: `places` are sampling locations and `weights` attention weights; 2 or 4: `places` are reference points
+    or boxes, `weights` logits, and offsets are read too.
+    """
+    sample = ((query * M + head) * L + level) * K + point
+    weight = tl.load(weights + sample)
+    if REFERENCE == 0:
+        place = load_words2(places + 2 * sample)
+        return place, place, weight
+    elif REFERENCE == 2:
+        return load_words2(places + 2 * (query * L + level)), load_pair(offsets + 2 * sample), weight
+    else:
+        return load_words4(places + 4 * (query * L + level)), load_pair(offsets + 2 * sample), weight
+
+
+@triton.jit
+def place_sample(place, offset, height, width, offset_dtype: tl.constexpr, K: tl.constexpr, REFERENCE: tl.constexpr):
+    """Returns the pixel coordinates (x, y) of a sample, pixel i having its centre at i.
+
+    Spelled with explicit fused multiply-adds: the pass that counts the samples of a bucket and the pass that fills it
+    must agree to the last bit, which a compiler free to contract would not promise.
+    """
+    x = place[0].to(tl.float32, bitcast=True)
+    y = place[1].to(tl.float32, bitcast=True)
+    if REFERENCE == 0:
+        return tl.fma(x, width, -0.5), tl.fma(y, height, -0.5)
+    else:
+        right, down = widen_pair(offset, offset_dtype)
+        if REFERENCE == 2:
+            return tl.fma(x, width, -0.5) + right, tl.fma(y, height, -0.5) + down
+        else:
+            scale_x = place[2].to(tl.float32, bitcast=True) * (0.5 / K)
+            scale_y = place[3].to(tl.float32, bitcast=True) * (0.5 / K)
+            return tl.fma(tl.fma(right, scale_x, x), width, -0.5), tl.fma(tl.fma(down, scale_y, y), height, -0.5)
+
+
+@triton.jit
+def sum_of_query(x):
+    """Returns the sum of `x` over the 16 sample lanes of a query."""
+    x += shuffle_xor(x, 8)
+    x += shuffle_xor(x, 4)
+    x += shuffle_xor(x, 2)
+    return x + shuffle_xor(x, 1)
+
+
+@triton.jit
+def softmax_of_query(logit, exists):
+    """Returns the softmax over the 16 sample lanes of a query, 0 where no sample exists."""
+    scaled = tl.where(exists, logit * LOG2_E, -float("inf"))
+    peak = tl.maximum(scaled, shuffle_xor(scaled, 8))
+    peak = tl.maximum(peak, shuffle_xor(peak, 4))
+    peak = tl.maximum(peak, shuffle_xor(peak, 2))
+    peak = tl.maximum(peak, shuffle_xor(peak, 1))
+    power = tl.exp2(scaled - peak)
+    return power / sum_of_query(power)
+
+
+@triton.jit
+def weigh_pixels(coordinate, size):
+    """Returns (lower pixel as float, distance from it, weight of it, weight of the next one) along one axis."""
+    lower = tl.minimum(tl.maximum(tl.floor(coordinate), 0.0), size - 2)
+    distance = coordinate - lower
+    return lower, distance, tl.maximum(1 - tl.abs(distance), 0.0), tl.maximum(1 - tl.abs(distance - 1), 0.0)
+
+
+@triton.jit
+def hat_slope(distance):
+    """Returns the derivative of the hat function, from the right at its kinks, as `floor` has it."""
+    return tl.where(distance >= 0, tl.where(distance < 1, -1.0, 0.0), tl.where(distance >= -1, 1.0, 0.0))

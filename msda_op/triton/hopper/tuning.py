@@ -1,0 +1,46 @@
+"""Launch shapes of the Hopper path: one table, and a rule for what is not in it."""
+
+from typing import Literal, NamedTuple
+
+Pass = Literal["forward", "backward"]
+Regime = Literal["few", "some", "many"]
+Scatter = Literal["atomics", "records"]
+
+
+class LaunchShape(NamedTuple):
+    """Warps of a program, and the pairs of queries that each warp takes one after the other."""
+
+    warps: int
+    iterations: int
+
+
+# (compute capability, pass, regime) -> launch shape. "many" is the encoder of Deformable-DETR, "few" its decoder with
+# 300 queries, "some" a decoder with 1100; batch 4 at 800x1333 in bfloat16. The backward cannot be autotuned on live
+# data: every trial would add to the gradients once more.
+LAUNCH_SHAPES: dict[tuple[int, Pass, Regime], LaunchShape] = {
+    (90, "forward", "few"): LaunchShape(4, 1),
+    (90, "forward", "some"): LaunchShape(1, 1),
+    (90, "forward", "many"): LaunchShape(4, 4),
+    (90, "backward", "few"): LaunchShape(4, 1),
+    (90, "backward", "some"): LaunchShape(1, 1),
+    (90, "backward", "many"): LaunchShape(4, 4),
+}
+
+# Most pairs of queries (over items and heads) of a regime. Below the first bound the card is not full anyway; a
+# single warp a program then spreads best; above the second a warp hides its loads behind its own next pair.
+_FEW_PAIRS = 10_000
+_SOME_PAIRS = 100_000
+
+# Samples from which sorting them into buckets beats adding them to memory one by one.
+_MIN_RECORDS = 500_000
+
+
+def choose_launch_shape(stage: Pass, num_pairs: int, capability: int = 90) -> LaunchShape:
+    """Returns the launch shape for a number of query pairs; unknown architectures take that of the H200."""
+    regime: Regime = "few" if num_pairs <= _FEW_PAIRS else "some" if num_pairs <= _SOME_PAIRS else "many"
+    return LAUNCH_SHAPES.get((capability, stage, regime), LAUNCH_SHAPES[90, stage, regime])
+
+
+def choose_scatter(num_samples: int) -> Scatter:
+    """Returns the faster way to the gradient of value for `num_samples` = B * Q * M * L * K."""
+    return "records" if num_samples >= _MIN_RECORDS else "atomics"
