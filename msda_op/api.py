@@ -1,19 +1,15 @@
 """The op as users call it: check the arguments, choose the backend openly, call it."""
 
-from importlib.util import find_spec
-
-import torch
 from torch import Tensor
 
 from msda_op import compat
+from msda_op.backends import resolve_backend
 from msda_op.levels import LevelStarts, SpatialShapes, device_tables, read_shapes
-from msda_op.reference import ms_deform_attn_reference
-from msda_op.validation import check_level_table, check_sample_sizes, validate_inputs
-
-BACKENDS = ("auto", "triton", "reference", "cuda")
-
-_HAS_TRITON = find_spec("triton") is not None
-_TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from msda_op.locations import sampling_locations_from_offsets
+from msda_op.options import Options, value_as_blnc
+from msda_op.policy import accumulates_in_fp32, is_deterministic
+from msda_op.reference import attention_weights_from_logits, ms_deform_attn_reference
+from msda_op.validation import check_level_table, check_sample_sizes, validate_fused_inputs, validate_inputs
 
 
 def ms_deform_attn(
@@ -23,6 +19,12 @@ def ms_deform_attn(
     sampling_locations: Tensor,
     attention_weights: Tensor,
     *,
+    padding_mode: str = "zeros",
+    align_corners: bool = False,
+    value_layout: str = "BLNC",
+    sampling_locations_layout: str = "BQHLP2",
+    fp32_grad_accum: bool | None = None,
+    deterministic: bool | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Multi-scale deformable attention without its projections (arXiv 2010.04159, eq. 3).
@@ -36,82 +38,140 @@ def ms_deform_attn(
         level_start_index: `[L]` int32 or int64 tensor, or L ints, first row of each level; may be None where
             `spatial_shapes` holds pairs.
         sampling_locations: `[B, Q, M, L, K, 2]` (x, y), float32 (or float64 with a float64 value); 0..1 spans the
-            padded level; outside it value is zero, and NaN or infinity sample nothing.
+            padded level; NaN samples nothing.
         attention_weights: `[B, Q, M, L, K]`, any float dtype.
+        padding_mode: outside a level value is zero ("zeros"), or that of the level's nearest pixel ("border").
+        align_corners: whether locations 0 and 1 are the centres of a level's outermost pixels, instead of their outer
+            edges; as in `torch.nn.functional.grid_sample`.
+        value_layout: "BLNC", or "BNLC" for a head-major value `[B, M, S, D]`.
+        sampling_locations_layout: "BQHLP2", or "B2QHLP" for `[B, 2, Q, M, L, K]`.
+        fp32_grad_accum: False lets "triton" add up the gradient of a half-precision value in its own dtype: half of the
+            traffic, errors of some percent; None and True add in float32 (see `msda_op.policy`). The other backends
+            always add in at least float32.
+        deterministic: whether the gradients must have the same bits in every run; None follows
+            `torch.use_deterministic_algorithms`.
         backend: one of `BACKENDS`; "auto" is what `choose_backend` answers.
 
     Returns:
         `[B, Q, M*D]` in the dtype of `value`.
 
     Raises:
-        ValueError: if an argument breaks a rule, or the backend's name is unknown or does not take this dtype.
+        ValueError: if an argument breaks a rule, the backend's name is unknown, or does not take this dtype or option.
         RuntimeError: if the backend cannot run here.
 
     Notes:
         Differentiable in value, locations and weights; "reference" any number of times, the others once.
-        "triton" and "cuda" add the gradient of value up in any order, so its last bits differ between runs.
-        Never waits for the device, except that "reference" reads a level table in device memory. Tables on the host
-        are checked in full, tables in device memory by shape, dtype and device alone.
+        Unless `deterministic`, "triton" and "cuda" add the gradient of value up in any order, so its last bits differ
+        between runs. Never waits for the device, except that "reference" reads a level table in device memory. Tables
+        on the host are checked in full, tables in device memory by shape, dtype and device alone.
     """
-    validate_inputs(value, spatial_shapes, level_start_index, sampling_locations, attention_weights)
-    chosen = choose_backend(value.device, value.dtype) if backend == "auto" else backend
-    require_backend(chosen, value.device.type)
+    options = Options(padding_mode, align_corners, value_layout, sampling_locations_layout)
+    validate_inputs(value, spatial_shapes, level_start_index, sampling_locations, attention_weights, options)
+    chosen = resolve_backend(backend, value, options, deterministic)
     if chosen == "reference":
         shapes = read_shapes(spatial_shapes)
-        check_level_table(shapes, value.shape[1])
-        return ms_deform_attn_reference(value, shapes, sampling_locations, attention_weights)
-    if value.dtype not in _TRITON_DTYPES:
-        raise ValueError(
-            f"value must be float32, float16 or bfloat16 for backend {chosen!r}, got {value.dtype}; "
-            f"convert it or pass backend='reference'"
-        )
+        check_level_table(shapes, value_as_blnc(value, value_layout).shape[1])
+        return ms_deform_attn_reference(value, shapes, sampling_locations, attention_weights, options)
     tables = device_tables(spatial_shapes, level_start_index, value.device)
     if chosen == "cuda":
         return compat.original_ms_deform_attn(value, *tables, sampling_locations, attention_weights)
-    check_sample_sizes(value, sampling_locations)
+    check_sample_sizes(value=value, sampling_locations=sampling_locations)
     from msda_op import registration  # Triton is not installed everywhere, and is imported where it is used
 
-    return registration.forward(value, *tables, sampling_locations, attention_weights)
+    in_fp32, in_order = accumulates_in_fp32(value.dtype, fp32_grad_accum), is_deterministic(deterministic)
+    return registration.forward(
+        value, *tables, sampling_locations, attention_weights, None, *options, in_fp32, in_order
+    )
 
 
-def choose_backend(device: torch.device, dtype: torch.dtype) -> str:
-    """Returns what backend "auto" stands for: "triton" for CUDA tensors of up to 32 bits, else "reference".
+def fused_ms_deform_attn(
+    value: Tensor,
+    spatial_shapes: SpatialShapes,
+    level_start_index: LevelStarts,
+    reference_points: Tensor,
+    sampling_offsets: Tensor,
+    attention_logits: Tensor,
+    *,
+    padding_mode: str = "zeros",
+    align_corners: bool = False,
+    value_layout: str = "BLNC",
+    fp32_grad_accum: bool | None = None,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Multi-scale deformable attention from predicted offsets and logits (arXiv 2010.04159, eq. 3 and appendix A.4).
+
+    output = ms_deform_attn(value, locations, weights), with weights = softmax over the L*K logits of a query and head,
+    and locations as in `sampling_locations_from_offsets`. "triton" computes both inside its kernels, in float32, and
+    writes neither to memory; the other backends compose the three functions.
 
     Args:
-        device: device of `value`.
-        dtype: dtype of `value`.
-    """
-    return "triton" if device.type == "cuda" and dtype in _TRITON_DTYPES else "reference"
+        value: as in `ms_deform_attn`.
+        spatial_shapes: as in `ms_deform_attn`.
+        level_start_index: as in `ms_deform_attn`.
+        reference_points: `[B, Q, L, 2]` (x, y) or `[B, Q, L, 4]` (cx, cy, w, h), float32 (or float64 with a float64
+            value); 0..1 spans the padded level.
+        sampling_offsets: `[B, Q, M, L, K, 2]` (x, y), any float dtype; pixels of the level for points, shares of half
+            the size, times K, for boxes.
+        attention_logits: `[B, Q, M, L, K]` or `[B, Q, M, L*K]`, any float dtype.
+        padding_mode: as in `ms_deform_attn`.
+        align_corners: as in `ms_deform_attn`.
+        value_layout: as in `ms_deform_attn`.
+        fp32_grad_accum: as in `ms_deform_attn`.
+        deterministic: as in `ms_deform_attn`.
+        backend: as in `ms_deform_attn`.
 
-
-def require_backend(backend: str, device_type: str) -> None:
-    """Checks that a backend can run for tensors of a device type on this machine.
-
-    Args:
-        backend: one of `BACKENDS`.
-        device_type: "cpu", "cuda", ... as in `torch.device.type`.
+    Returns:
+        `[B, Q, M*D]` in the dtype of `value`.
 
     Raises:
-        ValueError: if the name is unknown.
-        RuntimeError: if the backend cannot run here; the message says what to do.
+        ValueError: as `ms_deform_attn`.
+        RuntimeError: as `ms_deform_attn`.
+
+    Notes:
+        Differentiable in value, reference points, offsets and logits, each in its dtype, and only where asked for;
+        order, precision and waiting as in `ms_deform_attn`.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}; pass one of them")
-    if backend == "triton":
-        _require_triton(device_type)
-    if backend == "cuda":
-        compat.require_original_op(device_type)
-
-
-def _require_triton(device_type: str) -> None:
-    if not _HAS_TRITON:
-        raise RuntimeError(
-            "backend 'triton' needs the triton package, got none; install it or pass backend='reference'"
+    options = Options(padding_mode, align_corners, value_layout)
+    if attention_logits.dim() == 4 and sampling_offsets.dim() == 6:
+        attention_logits = split_levels(attention_logits, sampling_offsets)
+    validate_fused_inputs(
+        value, spatial_shapes, level_start_index, reference_points, sampling_offsets, attention_logits, options
+    )
+    chosen = resolve_backend(backend, value, options, deterministic)
+    if chosen != "triton":
+        return ms_deform_attn(
+            value,
+            spatial_shapes,
+            level_start_index,
+            sampling_locations_from_offsets(reference_points, sampling_offsets, spatial_shapes),
+            attention_weights_from_logits(attention_logits),
+            padding_mode=padding_mode,
+            align_corners=align_corners,
+            value_layout=value_layout,
+            deterministic=deterministic,
+            backend=chosen,
         )
-    import triton
+    tables = device_tables(spatial_shapes, level_start_index, value.device)
+    check_sample_sizes(value=value, sampling_offsets=sampling_offsets)
+    from msda_op import registration  # as above
 
-    if device_type != "cuda" and not triton.knobs.runtime.interpret:
-        raise RuntimeError(
-            f"backend 'triton' must run on an NVIDIA GPU, got device type {device_type!r}; move the tensors to one, "
-            f"pass backend='reference', or set TRITON_INTERPRET=1 before the start to interpret the kernels on the CPU"
+    in_fp32, in_order = accumulates_in_fp32(value.dtype, fp32_grad_accum), is_deterministic(deterministic)
+    return registration.forward(
+        value, *tables, sampling_offsets, attention_logits, reference_points, *options, in_fp32, in_order
+    )
+
+
+def split_levels(attention_logits: Tensor, sampling_offsets: Tensor) -> Tensor:
+    """Returns logits `[B, Q, M, L*K]` as `[B, Q, M, L, K]`, L and K being those of the offsets.
+
+    Raises:
+        ValueError: if there are not L*K logits to a query and head.
+    """
+    num_levels, num_points = sampling_offsets.shape[3:5]
+    if attention_logits.shape[3] != num_levels * num_points:
+        raise ValueError(
+            f"attention_logits must end in L*K = {num_levels * num_points} logits, got shape "
+            f"{tuple(attention_logits.shape)}; give one logit to each offset"
         )
+    return attention_logits.unflatten(3, (num_levels, num_points))

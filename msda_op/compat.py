@@ -1,4 +1,8 @@
-"""Adapters that call the original CUDA op where a package on this machine brings it (backend "cuda")."""
+"""Both directions between the original op and ours.
+
+Adapters call the original CUDA op where a package on this machine brings it (backend "cuda"); drop-in classes have the
+signatures of mmcv and of the official code, and call our op.
+"""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -70,6 +74,47 @@ def original_ms_deform_attn(
 def batch_step(batch: int) -> int:
     """Returns the largest step of at most 64 items that divides a batch."""
     return max(step for step in range(1, _LARGEST_STEP + 1) if batch % step == 0)
+
+
+class MultiScaleDeformableAttnFunction:
+    """Stands in for `mmcv.ops.multi_scale_deform_attn.MultiScaleDeformableAttnFunction`."""
+
+    @staticmethod
+    def apply(
+        value: Tensor,
+        value_spatial_shapes: Tensor,
+        value_level_start_index: Tensor,
+        sampling_locations: Tensor,
+        attention_weights: Tensor,
+        im2col_step: int,
+    ) -> Tensor:
+        """Calls `msda_op.ms_deform_attn` with backend "auto".
+
+        Args:
+            value: `[B, S, M, D]`.
+            value_spatial_shapes: `[L, 2]` (h, w).
+            value_level_start_index: `[L]`.
+            sampling_locations: `[B, Q, M, L, K, 2]` (x, y); half precision, which these callers may pass, is cast up.
+            attention_weights: `[B, Q, M, L, K]`.
+            im2col_step: ignored; the kernels take any batch at once.
+
+        Returns:
+            `[B, Q, M*D]` in the dtype of `value`.
+
+        Raises:
+            ValueError: if an argument breaks a rule of `ms_deform_attn`.
+
+        Notes:
+            Differentiable in value, locations and weights.
+        """
+        from msda_op.api import ms_deform_attn  # which itself calls the adapters of this module
+
+        locations = sampling_locations if sampling_locations.dtype.itemsize > 2 else sampling_locations.float()
+        return ms_deform_attn(value, value_spatial_shapes, value_level_start_index, locations, attention_weights)
+
+
+class MSDeformAttnFunction(MultiScaleDeformableAttnFunction):
+    """Stands in for `models.ops.functions.MSDeformAttnFunction` of the official Deformable-DETR."""
 
 
 @lru_cache(maxsize=1)

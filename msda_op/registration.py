@@ -1,31 +1,54 @@
 """`torch.library` ops around the Triton kernels: schemas, fake implementations, gradients.
 
-Importing this module imports Triton and registers `msda_op::forward` and `msda_op::backward`; `msda_op.api` does so on
-the first call of the "triton" backend. The ops have no autocast rule, on purpose: autocast passes their arguments
-on as they are, so that value and weights may be half while the locations stay float32.
+Importing this module imports Triton and registers `msda_op::forward`, `msda_op::backward` and
+`msda_op::accumulate_backward`; `msda_op.api` does so on the first call of the "triton" backend. Plain and fused op are
+the same three: `points` are sampling locations and `scores` attention weights, or, where `reference_points` are given,
+sampling offsets and attention logits.
+
+The ops have no autocast rule, on purpose: autocast passes their arguments on as they are, so that value and scores may
+be half while the locations stay float32.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
+from msda_op.options import Options, read_sizes
 from msda_op.triton import launch
-
-# The kernels launch through custom_op, not triton_op: triton_op takes the body as fake implementation and traces into
-# it, which the interpreter (the CPU path of the tests) cannot do.
+from msda_op.triton.launch import Inputs, Needs
 
 
-@torch.library.custom_op("msda_op::forward", mutates_args=())
+def _register(name: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable], Any]:
+    """Registers a body that launches kernels.
+
+    Compiled kernels: as `triton_op`, which lets `torch.compile` trace the body and see every kernel. It cannot trace
+    kernels that the interpreter runs, so with TRITON_INTERPRET=1 the same body is an opaque `custom_op`.
+    """
+    register = torch.library.custom_op if triton.knobs.runtime.interpret else torch.library.triton_op
+    return register(name, mutates_args=mutates_args)
+
+
+@_register("msda_op::forward")
 def forward(
     value: Tensor,
     spatial_shapes: Tensor,
     level_start_index: Tensor,
-    sampling_locations: Tensor,
-    attention_weights: Tensor,
+    points: Tensor,
+    scores: Tensor,
+    reference_points: Tensor | None,
+    padding_mode: str,
+    align_corners: bool,
+    value_layout: str,
+    points_layout: str,
+    fp32_grad_accum: bool,
+    deterministic: bool,
 ) -> Tensor:
-    """Forward kernel as an op; arguments as in `msda_op.ms_deform_attn`, with the level table on the device."""
-    return launch.forward(value, spatial_shapes, level_start_index, sampling_locations, attention_weights)
+    """Forward kernel as an op; the last two arguments are for its gradient."""
+    inputs = Inputs(value, spatial_shapes, level_start_index, points, scores, reference_points)
+    return launch.forward(inputs, Options(padding_mode, align_corners, value_layout, points_layout))
 
 
 @forward.register_fake
@@ -33,36 +56,48 @@ def _(
     value: Tensor,
     spatial_shapes: Tensor,
     level_start_index: Tensor,
-    sampling_locations: Tensor,
-    attention_weights: Tensor,
+    points: Tensor,
+    scores: Tensor,
+    reference_points: Tensor | None,
+    padding_mode: str,
+    align_corners: bool,
+    value_layout: str,
+    points_layout: str,
+    fp32_grad_accum: bool,
+    deterministic: bool,
 ) -> Tensor:
-    batch, _, num_heads, head_dim = value.shape
-    return value.new_empty(batch, sampling_locations.shape[1], num_heads * head_dim)
+    sizes = read_sizes(value, scores, value_layout)
+    return value.new_empty(sizes.batch, sizes.num_queries, sizes.num_heads * sizes.head_dim)
 
 
-@torch.library.custom_op("msda_op::backward", mutates_args=())
+@_register("msda_op::backward")
 def backward(
     grad_output: Tensor,
     value: Tensor,
     spatial_shapes: Tensor,
     level_start_index: Tensor,
-    sampling_locations: Tensor,
-    attention_weights: Tensor,
+    points: Tensor,
+    scores: Tensor,
+    reference_points: Tensor | None,
+    padding_mode: str,
+    align_corners: bool,
+    value_layout: str,
+    points_layout: str,
+    fp32_grad_accum: bool,
+    deterministic: bool,
     needs_value: bool,
-    needs_locations: bool,
-    needs_weights: bool,
+    needs_points: bool,
+    needs_scores: bool,
+    needs_reference_points: bool,
 ) -> list[Tensor]:
-    """Backward kernel as an op; returns the gradients asked for, in the order value, locations, weights."""
+    """Backward kernels as an op; returns the gradients asked for: of value, points, scores, reference points."""
     return launch.backward(
         grad_output,
-        value,
-        spatial_shapes,
-        level_start_index,
-        sampling_locations,
-        attention_weights,
-        needs_value,
-        needs_locations,
-        needs_weights,
+        Inputs(value, spatial_shapes, level_start_index, points, scores, reference_points),
+        Options(padding_mode, align_corners, value_layout, points_layout),
+        fp32_grad_accum,
+        deterministic,
+        Needs(needs_value, needs_points, needs_scores, needs_reference_points),
     )
 
 
@@ -72,30 +107,87 @@ def _(
     value: Tensor,
     spatial_shapes: Tensor,
     level_start_index: Tensor,
+    points: Tensor,
+    scores: Tensor,
+    reference_points: Tensor | None,
+    padding_mode: str,
+    align_corners: bool,
+    value_layout: str,
+    points_layout: str,
+    fp32_grad_accum: bool,
+    deterministic: bool,
+    needs_value: bool,
+    needs_points: bool,
+    needs_scores: bool,
+    needs_reference_points: bool,
+) -> list[Tensor]:
+    tensors = (value, points, scores, reference_points)
+    needs = (needs_value, needs_points, needs_scores, needs_reference_points)
+    return [
+        torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        for tensor, needed in zip(tensors, needs, strict=True)
+        if needed and tensor is not None
+    ]
+
+
+@_register("msda_op::accumulate_backward", mutates_args=("grad_value_buffer", "grad_locations", "grad_weights"))
+def accumulate_backward(
+    grad_value_buffer: Tensor,
+    grad_locations: Tensor | None,
+    grad_weights: Tensor | None,
+    grad_output: Tensor,
+    value: Tensor,
+    spatial_shapes: Tensor,
+    level_start_index: Tensor,
     sampling_locations: Tensor,
     attention_weights: Tensor,
-    needs_value: bool,
-    needs_locations: bool,
-    needs_weights: bool,
-) -> list[Tensor]:
-    asked = ((value, needs_value), (sampling_locations, needs_locations), (attention_weights, needs_weights))
-    return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor, needed in asked if needed]
+    padding_mode: str,
+    align_corners: bool,
+    value_layout: str,
+    sampling_locations_layout: str,
+    deterministic: bool,
+) -> None:
+    """Adds the gradient of value to `[n, *value.shape]` buffers, and fills those of locations and weights if given."""
+    launch.accumulate_backward(
+        grad_output,
+        Inputs(value, spatial_shapes, level_start_index, sampling_locations, attention_weights, None),
+        Options(padding_mode, align_corners, value_layout, sampling_locations_layout),
+        deterministic,
+        launch.Targets(grad_value_buffer, grad_locations, grad_weights, None),
+    )
 
 
-def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+@accumulate_backward.register_fake
+def _(
+    grad_value_buffer: Tensor,
+    grad_locations: Tensor | None,
+    grad_weights: Tensor | None,
+    grad_output: Tensor,
+    value: Tensor,
+    spatial_shapes: Tensor,
+    level_start_index: Tensor,
+    sampling_locations: Tensor,
+    attention_weights: Tensor,
+    padding_mode: str,
+    align_corners: bool,
+    value_layout: str,
+    sampling_locations_layout: str,
+    deterministic: bool,
+) -> None:
+    return
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:6])
+    ctx.conventions = inputs[6:]
 
 
 def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    needs_value, _, _, needs_locations, needs_weights = ctx.needs_input_grad
-    gradients = iter(backward(grad_output, *ctx.saved_tensors, needs_value, needs_locations, needs_weights))
-    return (
-        next(gradients) if needs_value else None,
-        None,
-        None,
-        next(gradients) if needs_locations else None,
-        next(gradients) if needs_weights else None,
-    )
+    needs_value, _, _, *needs_others = ctx.needs_input_grad[:6]
+    needs = (needs_value, *needs_others)
+    returned = iter(backward(grad_output, *ctx.saved_tensors, *ctx.conventions, *needs))
+    grad_value, *others = (next(returned) if needed else None for needed in needs)
+    return grad_value, None, None, *others, *(None for _ in ctx.conventions)
 
 
 def _refuse_second_derivative(ctx: Any, *_: Any) -> None:

@@ -1,14 +1,41 @@
 """Checks of the op's arguments; every failure is a ValueError that names the argument, the rule and what came."""
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 
 from msda_op.levels import HostShapes, LevelStarts, SpatialShapes, level_starts, read_shapes, read_starts
+from msda_op.options import (
+    DEFAULT_OPTIONS,
+    PADDING_MODES,
+    SAMPLING_LOCATIONS_LAYOUTS,
+    VALUE_LAYOUTS,
+    Options,
+    value_as_blnc,
+)
 
 _TABLE_DTYPES = (torch.int32, torch.int64)
 _MAX_INT32 = 2**31 - 1
+_VALUE_FORMS = {"BLNC": "[B, S, M, D]", "BNLC": "[B, M, S, D]"}
+_LOCATION_FORMS = {"BQHLP2": "[B, Q, M, L, K, 2]", "B2QHLP": "[B, 2, Q, M, L, K]"}
+
+
+def check_options(options: Options) -> None:
+    """Checks the names of conventions and layouts.
+
+    Raises:
+        ValueError: if one is unknown.
+    """
+    for name, names in (
+        ("padding_mode", PADDING_MODES),
+        ("value_layout", VALUE_LAYOUTS),
+        ("sampling_locations_layout", SAMPLING_LOCATIONS_LAYOUTS),
+    ):
+        given = getattr(options, name)
+        if given not in names:
+            raise ValueError(f"{name} must be one of {', '.join(names)}, got {given!r}; pass one of them")
 
 
 def validate_inputs(
@@ -17,15 +44,17 @@ def validate_inputs(
     level_start_index: LevelStarts,
     sampling_locations: Tensor,
     attention_weights: Tensor,
+    options: Options = DEFAULT_OPTIONS,
 ) -> None:
     """Checks ranks, sizes, dtypes, devices and the level table of a call of the op.
 
     Args:
-        value: `[B, S, M, D]`, floating point.
+        value: `[B, S, M, D]`, floating point; or as `options` say.
         spatial_shapes: `[L, 2]` int32 or int64 tensor, or L pairs; rows are (h, w).
         level_start_index: `[L]` int32 or int64 tensor, or L ints; None only where `spatial_shapes` holds pairs.
-        sampling_locations: `[B, Q, M, L, K, 2]`, float32 (or float64, with a float64 value).
+        sampling_locations: `[B, Q, M, L, K, 2]`, float32 (or float64, with a float64 value); or as `options` say.
         attention_weights: `[B, Q, M, L, K]`, floating point.
+        options: conventions and layouts.
 
     Raises:
         ValueError: if an argument breaks a rule.
@@ -34,8 +63,77 @@ def validate_inputs(
         Never waits for the device: a level table in device memory is checked by shape, dtype and device alone, and its
         numbers are the caller's responsibility. A table on the host is checked in full.
     """
-    _check_tensors(value, sampling_locations, attention_weights)
-    num_levels = sampling_locations.shape[3]
+    check_options(options)
+    _check_forms(
+        value,
+        (
+            ("value", value, _VALUE_FORMS[options.value_layout]),
+            ("sampling_locations", sampling_locations, _LOCATION_FORMS[options.sampling_locations_layout]),
+            ("attention_weights", attention_weights, "[B, Q, M, L, K]"),
+        ),
+    )
+    _check_sampling(value, sampling_locations, attention_weights, options)
+    _check_levels(value_as_blnc(value, options.value_layout), spatial_shapes, level_start_index, attention_weights)
+
+
+def validate_fused_inputs(
+    value: Tensor,
+    spatial_shapes: SpatialShapes,
+    level_start_index: LevelStarts,
+    reference_points: Tensor,
+    sampling_offsets: Tensor,
+    attention_logits: Tensor,
+    options: Options = DEFAULT_OPTIONS,
+) -> None:
+    """Checks the same of a call of the fused op.
+
+    Args:
+        value: `[B, S, M, D]`, floating point; or as `options` say.
+        spatial_shapes: as in `validate_inputs`.
+        level_start_index: as in `validate_inputs`.
+        reference_points: `[B, Q, L, 2 or 4]`, float32 (or float64, with a float64 value).
+        sampling_offsets: `[B, Q, M, L, K, 2]`, floating point.
+        attention_logits: `[B, Q, M, L, K]`, floating point.
+        options: conventions and layouts.
+
+    Raises:
+        ValueError: if an argument breaks a rule.
+    """
+    check_options(options)
+    _check_forms(
+        value,
+        (
+            ("value", value, _VALUE_FORMS[options.value_layout]),
+            ("reference_points", reference_points, "[B, Q, L, 2 or 4]"),
+            ("sampling_offsets", sampling_offsets, "[B, Q, M, L, K, 2]"),
+            ("attention_logits", attention_logits, "[B, Q, M, L, K]"),
+        ),
+    )
+    _check_precise("reference_points", reference_points, value)
+    batch, _, num_heads, _ = value_as_blnc(value, options.value_layout).shape
+    sample = (batch, sampling_offsets.shape[1], num_heads, *sampling_offsets.shape[3:5])
+    if sampling_offsets.shape != (*sample, 2) or 0 in sample[3:]:
+        raise ValueError(
+            f"sampling_offsets must be [B={batch}, Q, M={num_heads}, L >= 1, K >= 1, 2], "
+            f"got shape {tuple(sampling_offsets.shape)}; match batch and heads of value and end in (x, y)"
+        )
+    if attention_logits.shape != sample:
+        raise ValueError(
+            f"attention_logits must have shape {sample} [B, Q, M, L, K], or its last two axes as one, "
+            f"got {tuple(attention_logits.shape)}; give one logit to each offset"
+        )
+    if reference_points.shape[:3] != (batch, sample[1], sample[3]) or reference_points.shape[3] not in (2, 4):
+        raise ValueError(
+            f"reference_points must have shape {(batch, sample[1], sample[3])} [B, Q, L] and end in 2 (x, y) or 4 "
+            f"(cx, cy, w, h) numbers, got {tuple(reference_points.shape)}; give one to each query and level"
+        )
+    _check_levels(value_as_blnc(value, options.value_layout), spatial_shapes, level_start_index, attention_logits)
+
+
+def _check_levels(
+    value: Tensor, spatial_shapes: SpatialShapes, level_start_index: LevelStarts, attention_weights: Tensor
+) -> None:
+    num_levels = attention_weights.shape[3]
     _check_shapes_form(spatial_shapes, num_levels, value.device)
     _check_starts_form(spatial_shapes, level_start_index, num_levels, value.device)
     if not _on_host(spatial_shapes):
@@ -67,14 +165,14 @@ def check_level_table(spatial_shapes: HostShapes, value_length: int) -> None:
         )
 
 
-def check_sample_sizes(value: Tensor, sampling_locations: Tensor) -> None:
-    """Checks that the elements of one batch item can be counted in int32, as the kernels do.
+def check_sample_sizes(**tensors: Tensor) -> None:
+    """Checks that the elements of one batch item of each tensor can be counted in int32, as the kernels do.
 
     Raises:
         ValueError: if an item is larger; the batch as a whole may be.
     """
-    for name, tensor in (("value", value), ("sampling_locations", sampling_locations)):
-        elements = tensor.shape[1:].numel()
+    for name, tensor in tensors.items():
+        elements = prod(tensor.shape[1:])  # torch.Size.numel() would fix the sizes in an exported program
         if elements > _MAX_INT32:
             raise ValueError(
                 f"{name} must have at most {_MAX_INT32} elements in a batch item for backend 'triton', "
@@ -82,12 +180,8 @@ def check_sample_sizes(value: Tensor, sampling_locations: Tensor) -> None:
             )
 
 
-def _check_tensors(value: Tensor, sampling_locations: Tensor, attention_weights: Tensor) -> None:
-    for name, tensor, form in (
-        ("value", value, "[B, S, M, D]"),
-        ("sampling_locations", sampling_locations, "[B, Q, M, L, K, 2]"),
-        ("attention_weights", attention_weights, "[B, Q, M, L, K]"),
-    ):
+def _check_forms(value: Tensor, tensors: tuple[tuple[str, Tensor, str], ...]) -> None:
+    for name, tensor, form in tensors:
         rank = form.count(",") + 1
         if tensor.dim() != rank:
             raise ValueError(f"{name} must have {rank} dimensions {form}, got shape {tuple(tensor.shape)}; reshape it")
@@ -95,24 +189,40 @@ def _check_tensors(value: Tensor, sampling_locations: Tensor, attention_weights:
             raise ValueError(f"{name} must be floating point, got {tensor.dtype}; convert it")
         if tensor.device != value.device:
             raise ValueError(f"{name} must be on the device of value, {value.device}, got {tensor.device}; move it")
+    name, _, form = tensors[0]
+    sizes = dict(zip(form[1:-1].split(", "), value.shape, strict=True))
+    if sizes["M"] < 1 or sizes["D"] < 1:
+        raise ValueError(f"{name} must have M >= 1 and D >= 1, got shape {tuple(value.shape)}; pass {form}")
+
+
+def _check_precise(name: str, tensor: Tensor, value: Tensor) -> None:
     wide = value.dtype == torch.float64
-    if sampling_locations.dtype != torch.float32 and not (wide and sampling_locations.dtype == torch.float64):
+    if tensor.dtype != torch.float32 and not (wide and tensor.dtype == torch.float64):
         raise ValueError(
-            f"sampling_locations must be float32{' or float64' if wide else ''}, got {sampling_locations.dtype}; "
+            f"{name} must be float32{' or float64' if wide else ''}, got {tensor.dtype}; "
             f"compute locations in float32 (half precision is up to a pixel wrong), e.g. with autocast disabled"
         )
-    batch, _, num_heads, head_dim = value.shape
-    if num_heads < 1 or head_dim < 1:
-        raise ValueError(f"value must have M >= 1 and D >= 1, got shape {tuple(value.shape)}; pass [B, S, M, D]")
-    expected = (batch, sampling_locations.shape[1], num_heads, *sampling_locations.shape[3:5], 2)
-    if sampling_locations.shape != expected or 0 in expected[3:5]:
+
+
+def _check_sampling(value: Tensor, sampling_locations: Tensor, attention_weights: Tensor, options: Options) -> None:
+    _check_precise("sampling_locations", sampling_locations, value)
+    batch, _, num_heads, _ = value_as_blnc(value, options.value_layout).shape
+    pair_first = options.sampling_locations_layout == "B2QHLP"
+    num_queries, _, num_levels, num_points = (
+        sampling_locations.shape[2:] if pair_first else sampling_locations.shape[1:5]
+    )
+    sample = (batch, num_queries, num_heads, num_levels, num_points)
+    expected = (batch, 2, *sample[1:]) if pair_first else (*sample, 2)
+    if sampling_locations.shape != expected or 0 in sample[3:]:
+        form = (f"B={batch}", "Q", f"M={num_heads}", "L >= 1", "K >= 1")
+        ordered = (form[0], "2", *form[1:]) if pair_first else (*form, "2")
         raise ValueError(
-            f"sampling_locations must be [B={batch}, Q, M={num_heads}, L >= 1, K >= 1, 2], "
-            f"got shape {tuple(sampling_locations.shape)}; match batch and heads of value and end in (x, y)"
+            f"sampling_locations must be [{', '.join(ordered)}], "
+            f"got shape {tuple(sampling_locations.shape)}; match batch and heads of value and give (x, y) pairs"
         )
-    if attention_weights.shape != expected[:-1]:
+    if attention_weights.shape != sample:
         raise ValueError(
-            f"attention_weights must have shape {tuple(expected[:-1])} [B, Q, M, L, K], "
+            f"attention_weights must have shape {sample} [B, Q, M, L, K], "
             f"got {tuple(attention_weights.shape)}; give one weight to each sampling location"
         )
 

@@ -1,17 +1,29 @@
-"""Allocates outputs, picks tiles and launches the kernels."""
+"""Allocates outputs, picks tiles and launches the kernels.
 
-from typing import NamedTuple
+Points and scores stand for locations and attention weights, or, where reference points are given, for the offsets and
+logits of the fused op. What a launch consists of is a `Launch`, so that it can be looked at without being run.
+"""
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from msda_op.locations import sampling_locations_from_offsets
+from msda_op.options import Options, Sizes, read_sizes
+from msda_op.policy import accumulator_dtype
 from msda_op.triton.backward import backward_kernel
 from msda_op.triton.forward import forward_kernel
+from msda_op.triton.plan import choose_kernels
+from msda_op.triton.sorted_gradient import cell_kernel, gather_kernel
 
 # Elements of a [BLOCK_Q, BLOCK_K, BLOCK_D] tile that one warp keeps in registers (16 a lane).
 _WARP_ELEMENTS = 512
 _MAX_WARPS = 8
+# Samples of a block of `cell_kernel`, which does little with each.
+_CELL_BLOCK = 256
+_MAX_INT32 = 2**31 - 1
 
 
 class Tile(NamedTuple):
@@ -21,6 +33,52 @@ class Tile(NamedTuple):
     block_k: int
     block_d: int
     num_warps: int
+
+
+class Inputs(NamedTuple):
+    """Tensors of a forward pass, validated, the level table on the device."""
+
+    value: Tensor
+    spatial_shapes: Tensor
+    level_start_index: Tensor
+    points: Tensor
+    scores: Tensor
+    reference_points: Tensor | None
+
+
+class Needs(NamedTuple):
+    """Which gradients are asked for."""
+
+    value: bool
+    points: bool
+    scores: bool
+    reference_points: bool
+
+
+class Targets(NamedTuple):
+    """Tensors that a backward pass writes; None for what is not asked for. `grad_value` are `[n, *value.shape]` buffers
+    that it adds to; `grad_reference` is `[B, Q, M, L, 2 or 4]` float32, each head's share."""
+
+    grad_value: Tensor | None
+    grad_points: Tensor | None
+    grad_scores: Tensor | None
+    grad_reference: Tensor | None
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel: programs, arguments by name, warps of a program."""
+
+    kernel: Any
+    num_programs: int
+    arguments: dict[str, Any]
+    num_warps: int
+
+    def run(self, device_of: Tensor) -> None:
+        """Launches on the device of a tensor."""
+        # PyTorch sees through a wrapped kernel when it traces; the interpreter has nothing to wrap.
+        kernel = self.kernel if triton.knobs.runtime.interpret else torch.library.wrap_triton(self.kernel)
+        with torch.cuda.device_of(device_of):
+            kernel[(self.num_programs,)](**self.arguments, num_warps=self.num_warps)
 
 
 def choose_tile(head_dim: int, num_points: int) -> Tile:
@@ -34,87 +92,188 @@ def choose_tile(head_dim: int, num_points: int) -> Tile:
     return Tile(block_q, block_k, block_d, num_warps)
 
 
-def forward(
-    value: Tensor,
-    spatial_shapes: Tensor,
-    level_start_index: Tensor,
-    sampling_locations: Tensor,
-    attention_weights: Tensor,
-) -> Tensor:
-    """Returns `[B, Q, M*D]` in the dtype of `value`; inputs as in `msda_op.ms_deform_attn`, of any strides (copied)."""
-    batch, value_length, num_heads, head_dim = value.shape
-    _, num_queries, _, num_levels, num_points, _ = sampling_locations.shape
-    output = value.new_empty(batch, num_queries, num_heads * head_dim)
-    if output.numel() == 0:
-        return output
-    tile = choose_tile(head_dim, num_points)
-    with torch.cuda.device_of(value):
-        forward_kernel[(triton.cdiv(num_queries, tile.block_q) * num_heads * batch,)](
-            value.contiguous(),
-            spatial_shapes.contiguous(),
-            level_start_index.contiguous(),
-            sampling_locations.contiguous(),
-            attention_weights.contiguous(),
-            output,
-            num_queries,
-            value_length,
-            M=num_heads,
-            D=head_dim,
-            L=num_levels,
-            K=num_points,
-            BLOCK_Q=tile.block_q,
-            BLOCK_K=tile.block_k,
-            BLOCK_D=tile.block_d,
-            num_warps=tile.num_warps,
-        )
+def forward(inputs: Inputs, options: Options) -> Tensor:
+    """Returns `[B, Q, M*D]` in the dtype of `value`; inputs of any strides (copied)."""
+    sizes = read_sizes(inputs.value, inputs.scores, options.value_layout)
+    output = inputs.value.new_empty(sizes.batch, sizes.num_queries, sizes.num_heads * sizes.head_dim)
+    if output.numel() > 0:
+        forward_launch(inputs, output, options).run(output)
     return output
 
 
-def backward(
-    grad_output: Tensor,
-    value: Tensor,
-    spatial_shapes: Tensor,
-    level_start_index: Tensor,
-    sampling_locations: Tensor,
-    attention_weights: Tensor,
-    needs_value: bool,
-    needs_locations: bool,
-    needs_weights: bool,
-) -> list[Tensor]:
-    """Returns the gradients that are asked for, in the order value, locations, weights, each in its input's dtype.
+def forward_launch(inputs: Inputs, output: Tensor, options: Options) -> Launch:
+    """Returns the launch that fills `output`."""
+    sizes = read_sizes(inputs.value, inputs.scores, options.value_layout)
+    tile = choose_tile(sizes.head_dim, sizes.num_points)
+    arguments = {**_tensor_arguments(inputs), "output": output, **_size_arguments(sizes, options, inputs, tile)}
+    return Launch(forward_kernel, _num_programs(sizes, tile), arguments, tile.num_warps)
 
-    The gradient of `value` is summed in float32 and rounded once.
-    """
-    batch, value_length, num_heads, head_dim = value.shape
-    _, num_queries, _, num_levels, num_points, _ = sampling_locations.shape
-    grad_value = torch.zeros(value.shape, dtype=torch.float32, device=value.device) if needs_value else None
-    grad_locations = (
-        torch.empty_like(sampling_locations, memory_format=torch.contiguous_format) if needs_locations else None
+
+def backward(
+    grad_output: Tensor, inputs: Inputs, options: Options, fp32_grad_accum: bool, deterministic: bool, needs: Needs
+) -> list[Tensor]:
+    """Returns the gradients asked for, in the order of `Needs`, each in its input's dtype and shape, contiguous."""
+    value, reference_points = inputs.value, inputs.reference_points
+    sizes = read_sizes(value, inputs.scores, options.value_layout)
+    in_order = _uses_sorted_gradient(inputs, options, deterministic)
+    accumulator = accumulator_dtype(value.dtype, fp32_grad_accum)
+    shares = (sizes.batch, sizes.num_queries, sizes.num_heads, sizes.num_levels)
+    targets = Targets(
+        value.new_zeros((1, *value.shape), dtype=accumulator) if needs.value and not in_order else None,
+        torch.empty_like(inputs.points, memory_format=torch.contiguous_format) if needs.points else None,
+        torch.empty_like(inputs.scores, memory_format=torch.contiguous_format) if needs.scores else None,
+        reference_points.new_empty((*shares, reference_points.shape[-1]), dtype=torch.float32)
+        if needs.reference_points and reference_points is not None
+        else None,
     )
-    grad_weights = torch.empty_like(attention_weights, memory_format=torch.contiguous_format) if needs_weights else None
-    if grad_output.numel() > 0:
-        tile = choose_tile(head_dim, num_points)
-        with torch.cuda.device_of(value):
-            backward_kernel[(triton.cdiv(num_queries, tile.block_q) * num_heads * batch,)](
-                grad_output.contiguous(),
-                value.contiguous(),
-                spatial_shapes.contiguous(),
-                level_start_index.contiguous(),
-                sampling_locations.contiguous(),
-                attention_weights.contiguous(),
-                grad_value,
-                grad_locations,
-                grad_weights,
-                num_queries,
-                value_length,
-                M=num_heads,
-                D=head_dim,
-                L=num_levels,
-                K=num_points,
-                BLOCK_Q=tile.block_q,
-                BLOCK_K=tile.block_k,
-                BLOCK_D=tile.block_d,
-                num_warps=tile.num_warps,
-            )
-    grad_value = None if grad_value is None else grad_value.to(value.dtype)
-    return [gradient for gradient in (grad_value, grad_locations, grad_weights) if gradient is not None]
+    scatter(grad_output, inputs, targets, options)
+    grad_value = None if targets.grad_value is None else targets.grad_value[0].to(value.dtype)
+    if needs.value and in_order:
+        grad_value = sorted_value_gradient(grad_output, inputs, value.dtype, options)
+    grad_reference = None
+    if targets.grad_reference is not None and reference_points is not None:
+        grad_reference = targets.grad_reference.sum(2).to(reference_points.dtype)
+    gradients = (grad_value, targets.grad_points, targets.grad_scores, grad_reference)
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def accumulate_backward(
+    grad_output: Tensor, inputs: Inputs, options: Options, deterministic: bool, targets: Targets
+) -> None:
+    """Writes the targets; sums in a fixed order go to the first buffer."""
+    buffer = targets.grad_value
+    assert buffer is not None, "without a buffer to add to, backward() does it"
+    if not _uses_sorted_gradient(inputs, options, deterministic):
+        scatter(grad_output, inputs, targets, options)
+        return
+    scatter(grad_output, inputs, targets._replace(grad_value=None), options)
+    buffer[0].add_(sorted_value_gradient(grad_output, inputs, buffer.dtype, options))
+
+
+def _uses_sorted_gradient(inputs: Inputs, options: Options, deterministic: bool) -> bool:
+    value, fused = inputs.value, inputs.reference_points is not None
+    sizes = read_sizes(value, inputs.scores, options.value_layout)
+    capability = torch.cuda.get_device_capability(value.device) if value.is_cuda else None
+    plan = choose_kernels(sizes, value.dtype, options, fused=fused, deterministic=deterministic, capability=capability)
+    return plan.grad_value == "sorted"
+
+
+def scatter(grad_output: Tensor, inputs: Inputs, targets: Targets, options: Options) -> None:
+    """Writes the targets, adding to the buffers of value in any order."""
+    if any(target is not None for target in targets) and grad_output.numel() > 0:
+        backward_launch(grad_output, inputs, targets, options).run(grad_output)
+
+
+def backward_launch(grad_output: Tensor, inputs: Inputs, targets: Targets, options: Options) -> Launch:
+    """Returns the launch that writes the targets."""
+    sizes = read_sizes(inputs.value, inputs.scores, options.value_layout)
+    tile = choose_tile(sizes.head_dim, sizes.num_points)
+    arguments = {
+        "grad_output": grad_output.contiguous(),
+        **_tensor_arguments(inputs),
+        **targets._asdict(),
+        **_size_arguments(sizes, options, inputs, tile),
+        "buffer_stride": inputs.value.numel(),
+        "NUM_BUFFERS": 1 if targets.grad_value is None else targets.grad_value.shape[0],
+    }
+    return Launch(backward_kernel, _num_programs(sizes, tile), arguments, tile.num_warps)
+
+
+def sorted_value_gradient(grad_output: Tensor, inputs: Inputs, dtype: torch.dtype, options: Options) -> Tensor:
+    """Returns the gradient of value in `dtype`, added up in float32 in a fixed order (see `sorted_gradient`).
+
+    Offsets and logits are turned into locations and weights first, by the same arithmetic as the fused kernels.
+    """
+    value = inputs.value
+    if grad_output.numel() == 0:
+        return torch.zeros_like(value, dtype=dtype, memory_format=torch.contiguous_format)
+    sizes = read_sizes(value, inputs.scores, options.value_layout)
+    locations, weights = inputs.points.contiguous(), inputs.scores.contiguous()
+    if inputs.reference_points is not None:
+        locations = sampling_locations_from_offsets(inputs.reference_points, locations, inputs.spatial_shapes)
+        weights = weights.float().flatten(3).softmax(-1)
+    no_cell = sizes.batch * sizes.num_heads * sizes.value_length * 4
+    cells = weights.new_empty(weights.numel(), dtype=torch.int32 if no_cell <= _MAX_INT32 else torch.int64)
+    grad_value = torch.empty_like(value, dtype=dtype, memory_format=torch.contiguous_format)
+    tables = {name: getattr(inputs, name).contiguous() for name in ("spatial_shapes", "level_start_index")}
+    constants = _convention_arguments(sizes, options) | {"num_queries": sizes.num_queries, **tables}
+    cell_launch(locations, cells, no_cell, sizes, constants).run(value)
+    cells, order = torch.sort(cells, stable=True)
+    numbers = torch.arange(no_cell + 1, dtype=cells.dtype, device=cells.device)
+    cell_starts = torch.searchsorted(cells, numbers, out_int32=cells.numel() <= _MAX_INT32)
+    gathered = {"locations": locations, "attention_weights": weights, "order": order, "cell_starts": cell_starts}
+    gather_launch(grad_output, gathered, grad_value, sizes, options, constants).run(value)
+    return grad_value
+
+
+def cell_launch(locations: Tensor, cells: Tensor, no_cell: int, sizes: Sizes, constants: dict[str, Any]) -> Launch:
+    """Returns the launch that fills `cells`."""
+    num_samples = cells.numel() // sizes.batch
+    arguments = {
+        "locations": locations,
+        "cells": cells,
+        "value_length": sizes.value_length,
+        "no_cell": no_cell,
+        "BLOCK_I": _CELL_BLOCK,
+        **constants,
+    }
+    return Launch(cell_kernel, triton.cdiv(num_samples, _CELL_BLOCK) * sizes.batch, arguments, num_warps=4)
+
+
+def gather_launch(
+    grad_output: Tensor,
+    gathered: dict[str, Tensor],
+    grad_value: Tensor,
+    sizes: Sizes,
+    options: Options,
+    constants: dict[str, Any],
+) -> Launch:
+    """Returns the launch that fills `grad_value`."""
+    block_d = triton.next_power_of_2(sizes.head_dim)
+    arguments = {
+        "grad_output": grad_output.contiguous(),
+        **gathered,
+        "grad_value": grad_value,
+        "value_length": sizes.value_length,
+        "D": sizes.head_dim,
+        "HEAD_MAJOR": options.value_layout == "BNLC",
+        "BLOCK_I": max(1, _WARP_ELEMENTS // block_d),
+        "BLOCK_D": block_d,
+        **constants,
+    }
+    return Launch(gather_kernel, sizes.batch * sizes.num_heads * sizes.value_length, arguments, num_warps=1)
+
+
+def _num_programs(sizes: Sizes, tile: Tile) -> int:
+    return triton.cdiv(sizes.num_queries, tile.block_q) * sizes.num_heads * sizes.batch
+
+
+def _tensor_arguments(inputs: Inputs) -> dict[str, Tensor | None]:
+    return {name: None if tensor is None else tensor.contiguous() for name, tensor in inputs._asdict().items()}
+
+
+def _convention_arguments(sizes: Sizes, options: Options) -> dict[str, Any]:
+    return {
+        "M": sizes.num_heads,
+        "L": sizes.num_levels,
+        "K": sizes.num_points,
+        "PAIR_FIRST": options.sampling_locations_layout == "B2QHLP",
+        "BORDER": options.padding_mode == "border",
+        "ALIGN_CORNERS": options.align_corners,
+    }
+
+
+def _size_arguments(sizes: Sizes, options: Options, inputs: Inputs, tile: Tile) -> dict[str, Any]:
+    reference_points = inputs.reference_points
+    return {
+        "num_queries": sizes.num_queries,
+        "value_length": sizes.value_length,
+        "D": sizes.head_dim,
+        "HEAD_MAJOR": options.value_layout == "BNLC",
+        "NUM_COORDINATES": 0 if reference_points is None else reference_points.shape[-1],
+        "BLOCK_Q": tile.block_q,
+        "BLOCK_L": triton.next_power_of_2(sizes.num_levels),
+        "BLOCK_K": tile.block_k,
+        "BLOCK_D": tile.block_d,
+        **_convention_arguments(sizes, options),
+    }

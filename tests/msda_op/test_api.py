@@ -53,7 +53,7 @@ def test_triton_without_gpu_or_interpreter_is_refused(monkeypatch: pytest.Monkey
 
 
 def test_triton_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("msda_op.api._HAS_TRITON", False)
+    monkeypatch.setattr("msda_op.backends._HAS_TRITON", False)
     with pytest.raises(RuntimeError, match="needs the triton package, got none; install it"):
         require_backend("triton", "cuda")
 

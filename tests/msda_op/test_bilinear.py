@@ -19,7 +19,7 @@ def planes_and_grid() -> tuple[torch.Tensor, torch.Tensor]:
 def test_samples_and_first_derivatives_equal_grid_sample(needs: tuple[bool, bool], create_graph: bool) -> None:
     inputs = [tensor.detach().requires_grad_(need) for tensor, need in zip(planes_and_grid(), needs, strict=True)]
     needed = [tensor for tensor in inputs if tensor.requires_grad]
-    actual, expected = bilinear_sample(*inputs), F.grid_sample(*inputs, align_corners=False)
+    actual, expected = bilinear_sample(*inputs, "zeros", False), F.grid_sample(*inputs, align_corners=False)
     assert torch.equal(actual, expected)
     upstream = torch.randn(actual.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     gradients = torch.autograd.grad(actual, needed, upstream, create_graph=create_graph)
@@ -28,4 +28,4 @@ def test_samples_and_first_derivatives_equal_grid_sample(needs: tuple[bool, bool
 
 
 def test_second_derivatives() -> None:
-    assert torch.autograd.gradgradcheck(bilinear_sample, planes_and_grid())
+    assert torch.autograd.gradgradcheck(lambda *inputs: bilinear_sample(*inputs, "zeros", False), planes_and_grid())

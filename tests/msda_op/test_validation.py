@@ -112,6 +112,6 @@ def test_table_in_device_memory_is_not_read() -> None:
 
 def test_items_beyond_int32_are_refused_and_large_batches_are_not() -> None:
     locations = torch.empty(4, 1, 1, 1, 1, 2, device="meta")
-    check_sample_sizes(torch.empty(4, 2**20, 8, 255, device="meta"), locations)
+    check_sample_sizes(value=torch.empty(4, 2**20, 8, 255, device="meta"), sampling_locations=locations)
     with pytest.raises(ValueError, match=r"value must have at most 2147483647 elements in a batch item"):
-        check_sample_sizes(torch.empty(4, 2**20, 8, 256, device="meta"), locations)
+        check_sample_sizes(value=torch.empty(4, 2**20, 8, 256, device="meta"))
