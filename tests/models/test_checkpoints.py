@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.checkpoints import load_weights
+from models.checkpoints import COCO_IDS, load_weights, read_weights
 from models.deformable_detr import DeformableDetr
 
 HEADS = ("class_embed.", "transformer.decoder.class_embed.")
@@ -119,3 +119,43 @@ def test_unreadable_files_are_refused_in_one_line(
             load_weights(model, tmp_path / f"{name}.pth")
         assert "\n" not in str(error.value)
     assert capsys.readouterr().out == ""
+
+
+def test_a_model_of_80_classes_takes_coco_rows_of_91_slots(
+    make_detector: Callable[..., DeformableDetr], tmp_path: Path
+) -> None:
+    source, model = (make_detector(box_refine=True, two_stage=True, num_classes=n) for n in (91, 80))
+    weights = random_weights(source)
+    load_weights(model, save(tmp_path / "official.pth", {"model": weights}))
+    assert len(COCO_IDS) == 80
+    assert (COCO_IDS[0], COCO_IDS[11], COCO_IDS[79]) == (1, 13, 90)  # person, stop sign, toothbrush
+    assert torch.equal(model.state_dict()["class_embed.3.bias"], weights["class_embed.3.bias"][COCO_IDS])
+    assert torch.equal(model.state_dict()["bbox_embed.3.layers.0.bias"], weights["bbox_embed.3.layers.0.bias"])
+
+
+def test_averaged_weights_are_read_on_request(make_detector: Callable[..., DeformableDetr], tmp_path: Path) -> None:
+    weights = random_weights(make_detector(box_refine=False))
+    averaged = {f"module.{key}": tensor + 1 for key, tensor in weights.items()}
+    path = save(tmp_path / "official.pth", {"model": weights, "ema_model": averaged})
+    key = "transformer.level_embed"
+    assert torch.equal(read_weights(path, ema=False)[key], weights[key])
+    assert torch.equal(read_weights(path, ema=True)[key], weights[key] + 1)
+    with pytest.raises(ValueError, match="leave ema off"):
+        read_weights(save(tmp_path / "plain.pth", {"model": weights}), ema=True)
+
+
+def test_a_backbone_given_as_detector_is_refused_with_a_hint(
+    make_detector: Callable[..., DeformableDetr], tmp_path: Path
+) -> None:
+    backbone = {"conv1.weight": torch.zeros(1), "layer1.0.conv1.weight": torch.zeros(1)}
+    with pytest.raises(ValueError, match=r"pass it as backbone\.weights"):
+        load_weights(make_detector(box_refine=False), save(tmp_path / "resnet.pth", backbone))
+
+
+def test_a_damaged_safetensors_file_is_refused_in_one_line(
+    make_detector: Callable[..., DeformableDetr], tmp_path: Path
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\x10\x00")
+    with pytest.raises(ValueError, match=r"^weights must be a checkpoint") as error:
+        load_weights(make_detector(box_refine=False), tmp_path / "model.safetensors")
+    assert "\n" not in str(error.value)
