@@ -19,10 +19,10 @@ Field = Callable[[FloatArray, FloatArray], FloatArray]
 
 EMPTY_PROBABILITY = 0.04
 CROWD_PROBABILITY = 0.08
-COUNT_PROBABILITIES = (0.24, 0.28, 0.22, 0.14, 0.08, 0.04)
+COUNT_PROBABILITIES = (0.34, 0.28, 0.18, 0.10, 0.06, 0.04)
 """Probabilities of 1, 2, ... shapes in an image, crowds and empty images aside."""
 
-SIZE_RANGES = ((0.1, 0.2), (0.2, 0.7), (0.75, 1.0))
+SIZE_RANGES = ((0.12, 0.25), (0.3, 0.7), (0.75, 1.0))
 SIZE_PROBABILITIES = (0.15, 0.75, 0.1)
 """Small, middle and large shapes: diameter as a share of the image's shorter side, and how often."""
 
