@@ -197,7 +197,7 @@ class DeformableTransformer(nn.Module):
         best = logits[..., 0].topk(self.num_queries, dim=1).indices
         reference_points = boxes_cxcywh.detach().gather(1, best.unsqueeze(-1).expand(-1, -1, 4))
         query_embed = self.pos_trans_norm(self.pos_trans(embed_boxes(reference_points, self.d_model // 2)))
-        return EncoderProposals(logits, boxes_cxcywh), reference_points, query_embed
+        return EncoderProposals(logits, boxes_cxcywh, class_agnostic=True), reference_points, query_embed
 
 
 def valid_ratio(padding_mask: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ class HungarianMatcher(nn.Module):
 
         Args:
             output: predictions of the decoder layers.
-            targets: ground truth of the batch. Proposals are matched to the same boxes with class 0.
+            targets: ground truth of the batch. Class-agnostic proposals are matched to the same boxes with class 0.
 
         Returns:
             The matches of the decoder layers, and those of the proposals (n = 1) or None without proposals.
@@ -86,9 +86,8 @@ class HungarianMatcher(nn.Module):
             costs = [self._costs(output.logits, output.boxes_cxcywh, labels, boxes)]
             if output.proposals is not None:
                 proposals = output.proposals
-                costs.append(
-                    self._costs(proposals.logits[None], proposals.boxes_cxcywh[None], torch.zeros_like(labels), boxes)
-                )
+                classes = proposals.classes_of(labels)
+                costs.append(self._costs(proposals.logits[None], proposals.boxes_cxcywh[None], classes, boxes))
         names = [[f"decoder layer {index}" for index in range(len(output.logits))], ["the encoder's proposals"]]
         solved = [
             _solve(cost, targets.counts, layer_names)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -35,15 +36,45 @@ class Targets:
 
 @dataclass(frozen=True)
 class EncoderProposals:
-    """Dense proposals of a two-stage encoder, one a pixel of the feature levels.
+    """Proposals of a two-stage encoder that have a loss: all pixels of the feature levels, or the best Q of them.
 
     Attributes:
-        logits: float32 [B, S, num_classes]; the first class scores objectness.
-        boxes_cxcywh: float32 [B, S, 4], in 0..1.
+        logits: float32 [B, S or Q, num_classes].
+        boxes_cxcywh: float32 [B, S or Q, 4], in 0..1.
+        class_agnostic: whether the first class scores objectness and the others are background for every target
+            (Deformable-DETR); otherwise the classes are those of the targets (DINO).
     """
 
     logits: Tensor
     boxes_cxcywh: Tensor
+    class_agnostic: bool
+
+    def classes_of(self, labels: Tensor) -> Tensor:
+        """Returns the classes, int64, that these proposals are to have for targets with the given labels."""
+        return torch.zeros_like(labels) if self.class_agnostic else labels
+
+
+@dataclass(frozen=True)
+class DenoisingOutput:
+    """Predictions for noised targets, which know the target that they came from and need no matching.
+
+    R is the number of positive queries of the batch; all other denoising queries are background.
+
+    Attributes:
+        logits: float32 [n, B, Q, num_classes], n = number of decoder layers, Q = denoising queries of an image.
+        boxes_cxcywh: float32 [n, B, Q, 4], relative to each image's own unpadded size, in 0..1.
+        batch: int64 [R], the image of each positive query.
+        query: int64 [R], its index among the denoising queries of its image.
+        target: int64 [R], index into the concatenated targets of the batch.
+        num_groups: how often each target was noised; its losses count 1 / num_groups each.
+    """
+
+    logits: Tensor
+    boxes_cxcywh: Tensor
+    batch: Tensor
+    query: Tensor
+    target: Tensor
+    num_groups: int
 
 
 @dataclass(frozen=True)
@@ -54,11 +85,13 @@ class DetectorOutput:
         logits: float32 [n, B, Q, num_classes], n = number of decoder layers.
         boxes_cxcywh: float32 [n, B, Q, 4], relative to each image's own unpadded size, in 0..1.
         proposals: the encoder's proposals, None for a one-stage detector.
+        denoising: predictions for noised targets, None outside the training of a detector that learns from them.
     """
 
     logits: Tensor
     boxes_cxcywh: Tensor
     proposals: EncoderProposals | None
+    denoising: DenoisingOutput | None = None
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,12 @@ def random_boxes(*shape: int) -> torch.Tensor:
     return torch.cat((torch.rand(*shape, 2) * 0.5 + 0.25, torch.rand(*shape, 2) * 0.3 + 0.05), dim=-1)
 
 
-def make_output(with_proposals: bool = False) -> DetectorOutput:
+def make_output(with_proposals: bool = False, class_agnostic: bool = True) -> DetectorOutput:
     torch.manual_seed(0)
-    proposals = EncoderProposals(torch.randn(2, 9, NUM_CLASSES), random_boxes(2, 9)) if with_proposals else None
+    proposals = EncoderProposals(torch.randn(2, 9, NUM_CLASSES), random_boxes(2, 9), class_agnostic)
     logits = torch.randn(NUM_LAYERS, 2, NUM_QUERIES, NUM_CLASSES)
-    return DetectorOutput(logits, random_boxes(NUM_LAYERS, 2, NUM_QUERIES), proposals)
+    boxes_cxcywh = random_boxes(NUM_LAYERS, 2, NUM_QUERIES)
+    return DetectorOutput(logits, boxes_cxcywh, proposals if with_proposals else None)
 
 
 def make_targets(*counts: int) -> Targets:
@@ -68,16 +69,20 @@ def test_finds_the_cheapest_assignment_of_every_layer_and_image() -> None:
         assert (matches.layer[layer] == layer).all()
 
 
-def test_proposals_are_matched_by_their_first_class() -> None:
-    output, targets = make_output(with_proposals=True), make_targets(2, 3)
+@pytest.mark.parametrize("class_agnostic", [True, False])
+def test_proposals_are_matched_by_their_first_class_or_by_all(class_agnostic: bool) -> None:
+    output, targets = make_output(with_proposals=True, class_agnostic=class_agnostic), make_targets(2, 3)
     proposals = output.proposals
     assert proposals is not None
-    _, matches = build()(output, targets)
+    _, matches = build(cost_class=20)(output, targets)
     assert matches is not None
+    alone = DetectorOutput(proposals.logits[None], proposals.boxes_cxcywh[None], None)
     objects = Targets(torch.zeros_like(targets.labels), targets.boxes_cxcywh, targets.counts)
-    expected, _ = build()(DetectorOutput(proposals.logits[None], proposals.boxes_cxcywh[None], None), objects)
+    expected, _ = build(cost_class=20)(alone, objects if class_agnostic else targets)
+    other, _ = build(cost_class=20)(alone, targets if class_agnostic else objects)
     assert torch.equal(matches.query, expected.query)
     assert torch.equal(matches.target, expected.target)
+    assert not torch.equal(matches.query, other.query)
 
 
 @pytest.mark.parametrize(
