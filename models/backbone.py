@@ -19,7 +19,7 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
     "sync": nn.SyncBatchNorm,
     "group": partial(nn.GroupNorm, 32),
 }
-FEATURE_STAGES = ("layer2", "layer3", "layer4")
+STAGE_STRIDES = {"layer1": 4, "layer2": 8, "layer3": 16, "layer4": 32}
 FROZEN_STAGES = ("conv1", "bn1", "layer1")
 MAX_FEATURE_LEVELS = 5
 
@@ -31,7 +31,9 @@ class ResNetBackbone(nn.Module):
         channels: channels of each returned feature map.
     """
 
-    def __init__(self, *, name: str, weights: str, norm: str, dilation: bool, num_feature_levels: int) -> None:
+    def __init__(
+        self, *, name: str, weights: str, norm: str, dilation: bool, finest_stride: int, num_feature_levels: int
+    ) -> None:
         """Creates the network and loads its weights.
 
         Args:
@@ -40,7 +42,9 @@ class ResNetBackbone(nn.Module):
                 with torchvision's keys.
             norm: one of `NORMS`; "frozen" fixes statistics and affine terms.
             dilation: whether the last stage keeps its input's resolution and dilates instead (DC5).
-            num_feature_levels: levels of the detector, 1 to 5; the last one, two or three stages are returned.
+            finest_stride: stride of the finest stage that may be returned, without dilation: 4, 8, 16 or 32.
+            num_feature_levels: levels of the detector, 1 to 5; as many stages are returned, the last ones, as far as
+                finest_stride allows.
 
         Raises:
             ValueError: on an unknown word, an impossible combination, or weights that do not fit the network.
@@ -51,7 +55,7 @@ class ResNetBackbone(nn.Module):
             are going to be loaded; a network from scratch trains everywhere.
         """
         super().__init__()
-        _check_settings(name, weights, norm, dilation, num_feature_levels)
+        _check_settings(name, weights, norm, dilation, finest_stride, num_feature_levels)
         resnet = torchvision.models.get_model(
             name,
             weights=None,
@@ -61,7 +65,8 @@ class ResNetBackbone(nn.Module):
         self.body = nn.Sequential(
             OrderedDict((key, child) for key, child in resnet.named_children() if key not in ("avgpool", "fc"))
         )
-        self.stages = FEATURE_STAGES[-min(num_feature_levels, len(FEATURE_STAGES)) :]
+        allowed = [stage for stage, stride in STAGE_STRIDES.items() if stride >= finest_stride]
+        self.stages = tuple(allowed[-num_feature_levels:])
         self.channels = tuple(_stage_channels(self.body.get_submodule(stage)) for stage in self.stages)
         if weights != "none":
             _load_torchvision_weights(self.body, name, weights)
@@ -87,7 +92,9 @@ class ResNetBackbone(nn.Module):
         return outputs
 
 
-def _check_settings(name: str, weights: str, norm: str, dilation: bool, num_feature_levels: int) -> None:
+def _check_settings(
+    name: str, weights: str, norm: str, dilation: bool, finest_stride: int, num_feature_levels: int
+) -> None:
     if name not in RESNETS:
         raise ValueError(f"name must be one of {', '.join(RESNETS)}, got {name!r}; choose one of them")
     if norm not in NORMS:
@@ -101,6 +108,9 @@ def _check_settings(name: str, weights: str, norm: str, dilation: bool, num_feat
         )
     if dilation and name not in DILATABLE_RESNETS:
         raise ValueError(f"dilation must be false for {name}, got true; take one of {', '.join(DILATABLE_RESNETS)}")
+    if finest_stride not in STAGE_STRIDES.values():
+        strides = ", ".join(map(str, STAGE_STRIDES.values()))
+        raise ValueError(f"finest_stride must be one of {strides}, got {finest_stride}; choose one of them")
     if not 1 <= num_feature_levels <= MAX_FEATURE_LEVELS:
         raise ValueError(f"num_feature_levels must lie in 1..{MAX_FEATURE_LEVELS}, got {num_feature_levels}; change it")
 

@@ -49,6 +49,7 @@ def build_detector(box_refine: bool, num_classes: int = NUM_CLASSES, **overrides
             weights="none",
             norm="batch",
             dilation=False,
+            finest_stride=8,
             num_feature_levels=settings["num_feature_levels"],
         ),
         position_encoding=SinePositionEncoding(channels=settings["d_model"], temperature=10000, offset=-0.5),

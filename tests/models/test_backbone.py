@@ -11,8 +11,8 @@ from models.backbone import ResNetBackbone
 
 
 def build(**overrides: Any) -> ResNetBackbone:
-    settings = {"name": "resnet18", "weights": "none", "norm": "batch", "dilation": False, "num_feature_levels": 4}
-    return ResNetBackbone(**settings | overrides)
+    settings: dict[str, Any] = {"name": "resnet18", "weights": "none", "norm": "batch", "dilation": False}
+    return ResNetBackbone(**settings | {"finest_stride": 8, "num_feature_levels": 4} | overrides)
 
 
 def trainable(backbone: ResNetBackbone) -> set[str]:
@@ -27,9 +27,19 @@ def torchvision_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("levels", "strides"), [(1, [32]), (2, [16, 32]), (3, [8, 16, 32]), (5, [8, 16, 32])])
-def test_levels_and_channels(levels: int, strides: list[int]) -> None:
-    backbone = build(num_feature_levels=levels)
+@pytest.mark.parametrize(
+    ("levels", "finest_stride", "strides"),
+    [
+        (1, 8, [32]),
+        (2, 8, [16, 32]),
+        (3, 8, [8, 16, 32]),
+        (5, 8, [8, 16, 32]),
+        (3, 4, [8, 16, 32]),
+        (5, 4, [4, 8, 16, 32]),
+    ],
+)
+def test_levels_and_channels(levels: int, finest_stride: int, strides: list[int]) -> None:
+    backbone = build(num_feature_levels=levels, finest_stride=finest_stride)
     features = backbone(torch.zeros(1, 3, 64, 96))
     assert [(f.shape[2], f.shape[3]) for f in features] == [(64 // s, 96 // s) for s in strides]
     assert tuple(f.shape[1] for f in features) == backbone.channels
@@ -101,6 +111,7 @@ def test_a_failed_download_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> N
         ({"weights": "imagnet"}, "weights must be none, imagenet or the path of a file, got 'imagnet'"),
         ({"weights": "imagenet", "norm": "group"}, "norm must be frozen, batch or sync with pretrained weights"),
         ({"dilation": True}, "dilation must be false for resnet18"),
+        ({"finest_stride": 2}, "finest_stride must be one of 4, 8, 16, 32, got 2"),
         ({"num_feature_levels": 6}, r"num_feature_levels must lie in 1\.\.5, got 6"),
     ],
 )
