@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models.boxes import inverse_sigmoid
 from models.layers.ms_deform_attn import MSDeformAttn
+from models.proposals import embed_boxes
 from models.structures import FeatureLevels
 
 
@@ -56,7 +57,13 @@ class DeformableDecoderLayer(nn.Module):
         self.norm3 = nn.LayerNorm(d_model)
 
     def forward(
-        self, query: Tensor, query_pos: Tensor, reference_points: Tensor, memory: Tensor, levels: FeatureLevels
+        self,
+        query: Tensor,
+        query_pos: Tensor,
+        reference_points: Tensor,
+        memory: Tensor,
+        levels: FeatureLevels,
+        attention_mask: Tensor | None,
     ) -> Tensor:
         """Updates the queries.
 
@@ -66,12 +73,14 @@ class DeformableDecoderLayer(nn.Module):
             reference_points: float32 [B, Q, L, 2 or 4]; 0..1 spans the padded level.
             memory: float [B, S, C], output of the encoder.
             levels: padding and shapes of the levels; its features are not read.
+            attention_mask: bool [Q, Q], True where the query of the row must not see that of the column; None where
+                all see all.
 
         Returns:
             float [B, Q, C].
         """
         positioned = query + query_pos
-        attended, _ = self.self_attn(positioned, positioned, query, need_weights=False)
+        attended, _ = self.self_attn(positioned, positioned, query, need_weights=False, attn_mask=attention_mask)
         query = self.norm2(query + self.dropout2(attended))
         sampled = self.cross_attn(
             query + query_pos, reference_points, memory, levels.spatial_shapes, levels.padding_mask
@@ -93,51 +102,84 @@ class DeformableDecoder(nn.Module):
     class_embed: nn.ModuleList | None
 
     def __init__(
-        self, *, layers: list[DeformableDecoderLayer], inverse_sigmoid_eps: float, gradient_checkpointing: bool
+        self,
+        *,
+        layers: list[DeformableDecoderLayer],
+        norm: nn.Module | None,
+        ref_point_head: nn.Module | None,
+        look_forward_twice: bool,
+        inverse_sigmoid_eps: float,
+        gradient_checkpointing: bool,
     ) -> None:
         """Creates the stack.
 
         Args:
             layers: the layers, first to last.
+            norm: applied to every state that the heads read, not to what the next layer and the refinement read; None
+                for none.
+            ref_point_head: makes the queries' positions before every layer from the sine encoding of their boxes,
+                [..., 2C] -> [..., C] (arXiv 2201.12329, eq. 3); None keeps one position in all layers.
+            look_forward_twice: whether the boxes of a layer are predicted from the boxes of the layer before without a
+                detachment, so that each box head also learns from the next layer's loss (arXiv 2203.03605, 3.5).
             inverse_sigmoid_eps: see `models.boxes.inverse_sigmoid`.
             gradient_checkpointing: whether training recomputes each layer in the backward pass to save memory.
         """
         super().__init__()
         self.layers = nn.ModuleList(layers)
+        self.norm = norm
+        self.ref_point_head = ref_point_head
+        self.look_forward_twice = look_forward_twice
         self.inverse_sigmoid_eps = inverse_sigmoid_eps
         self.gradient_checkpointing = gradient_checkpointing
         self.bbox_embed = None
         self.class_embed = None
 
     def forward(
-        self, query: Tensor, query_pos: Tensor, reference_points: Tensor, memory: Tensor, levels: FeatureLevels
+        self,
+        query: Tensor,
+        query_pos: Tensor | None,
+        reference_points: Tensor,
+        memory: Tensor,
+        levels: FeatureLevels,
+        attention_mask: Tensor | None,
     ) -> DecoderOutput:
         """Runs the layers.
 
         Args:
             query: float [B, Q, C], content of the queries.
-            query_pos: float [B, Q, C], position of the queries.
+            query_pos: float [B, Q, C], position of the queries; None where the ref_point_head makes it.
             reference_points: float32 [B, Q, 2] (x, y) or [B, Q, 4] (cx, cy, w, h), relative to the unpadded image.
             memory: float [B, S, C], output of the encoder.
             levels: padding, shapes and valid ratios of the levels.
+            attention_mask: bool [Q, Q], True where the query of the row must not see that of the column, or None.
 
         Returns:
             The states after every layer.
 
         Notes:
-            Refined boxes are detached before the next layer reads them, so each box head learns from its own layer.
+            Refined boxes are detached before the next layer reads them, so each box head learns from its own layer;
+            looking forward twice, also from the next.
         """
         hidden, boxes = [], []
+        attached_points = reference_points
         for index, layer in enumerate(self.layers):
-            arguments = (query, query_pos, scale_to_levels(reference_points, levels.valid_ratios), memory, levels)
+            level_points = scale_to_levels(reference_points, levels.valid_ratios)
+            if self.ref_point_head is not None:
+                query_pos = self.ref_point_head(embed_references(level_points[:, :, 0], query.shape[-1] // 2))
+            arguments = (query, query_pos, level_points, memory, levels, attention_mask)
             if self.gradient_checkpointing and self.training:
                 query = checkpoint(layer, *arguments, use_reentrant=False)
             else:
                 query = layer(*arguments)
-            hidden.append(query)
+            hidden.append(query if self.norm is None else self.norm(query))
             if self.bbox_embed is not None:
-                boxes.append(predict_boxes(self.bbox_embed[index], query, reference_points, self.inverse_sigmoid_eps))
-                reference_points = boxes[-1].detach()
+                head, eps = self.bbox_embed[index], self.inverse_sigmoid_eps
+                refined = predict_boxes(head, query, reference_points, eps)
+                if self.look_forward_twice:
+                    boxes.append(predict_boxes(head, hidden[-1], attached_points, eps))
+                else:
+                    boxes.append(refined)
+                attached_points, reference_points = refined, refined.detach()
         return DecoderOutput(torch.stack(hidden), torch.stack(boxes) if boxes else None)
 
 
@@ -153,6 +195,17 @@ def scale_to_levels(reference_points: Tensor, valid_ratios: Tensor) -> Tensor:
     """
     repeats = reference_points.shape[-1] // 2
     return reference_points.unsqueeze(2) * valid_ratios.repeat(1, 1, repeats).unsqueeze(1)
+
+
+def embed_references(boxes_cxcywh: Tensor, channels: int) -> Tensor:
+    """Encodes boxes by sines in the order (cy, cx, w, h) of the published weights, float32 [..., 4 * channels].
+
+    Args:
+        boxes_cxcywh: float [..., 4], in 0..1.
+        channels: channels of each number, even.
+    """
+    center_x, center_y, size = boxes_cxcywh.split((1, 1, 2), dim=-1)
+    return embed_boxes(torch.cat((center_y, center_x, size), dim=-1), channels)
 
 
 def predict_boxes(head: Callable[[Tensor], Tensor], hidden: Tensor, reference_points: Tensor, eps: float) -> Tensor:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from models.backbone import ResNetBackbone
 from models.checkpoints import load_weights
 from models.decoder import predict_boxes
-from models.deformable_transformer import DeformableTransformer
+from models.deformable_transformer import DeformableTransformer, EncoderDecoder
 from models.layers.mlp import MLP
 from models.position_encoding import SinePositionEncoding
-from models.structures import DetectorOutput, ImageBatch
+from models.structures import DetectorOutput, ImageBatch, Targets
 
 NORM_GROUPS = 32
 PRIOR_PROBABILITY = 0.01
@@ -53,10 +53,12 @@ class DeformableDetr(nn.Module):
                 does not.
         """
         super().__init__()
-        _check_settings(transformer, position_encoding, num_classes, box_refine)
+        if transformer.two_stage and not box_refine:
+            raise ValueError("box_refine must be true with two_stage, got false; the proposals are boxes to be refined")
+        check_sizes(transformer, position_encoding, num_classes)
         self.two_stage = transformer.two_stage
         self.backbone = nn.ModuleList([backbone, position_encoding])
-        self.input_proj = _input_projections(backbone.channels, transformer.d_model, transformer.num_feature_levels)
+        self.input_proj = input_projections(backbone.channels, transformer.d_model, transformer.num_feature_levels)
         self.transformer = transformer
         if not self.two_stage:
             self.query_embed = nn.Embedding(transformer.num_queries, 2 * transformer.d_model)
@@ -68,11 +70,12 @@ class DeformableDetr(nn.Module):
         if weights is not None:
             load_weights(self, weights)
 
-    def forward(self, batch: ImageBatch) -> DetectorOutput:
+    def forward(self, batch: ImageBatch, targets: Targets | None = None) -> DetectorOutput:
         """Detects objects.
 
         Args:
             batch: normalised images with their padding.
+            targets: not read; there for detectors that learn from noised targets and are called in the same way.
 
         Returns:
             Logits and boxes of every decoder layer, and the proposals of a two-stage encoder.
@@ -80,59 +83,88 @@ class DeformableDetr(nn.Module):
         Notes:
             Never waits for the device. Logits and boxes are float32 under any autocast.
         """
-        feature_maps = self._project(self.backbone[0](batch.images))
-        padding_masks = [_resize_mask(batch.padding_mask, features) for features in feature_maps]
-        positions = [self.backbone[1](mask) for mask in padding_masks]
         query_embed = None if self.two_stage else self.query_embed.weight
-        decoded = self.transformer(feature_maps, padding_masks, positions, query_embed)
+        decoded = self.transformer(*feature_levels(self.backbone, self.input_proj, batch), query_embed)
         boxes_cxcywh = decoded.boxes_cxcywh
         if boxes_cxcywh is None:
             boxes_cxcywh = predict_boxes(
                 self.bbox_embed[0], decoded.hidden, decoded.reference_points, self.transformer.inverse_sigmoid_eps
             )
-        return DetectorOutput(self._classify(decoded.hidden), boxes_cxcywh, decoded.proposals)
-
-    def _project(self, backbone_features: list[Tensor]) -> list[Tensor]:
-        """Brings the backbone's maps to the transformer's width and halves the last one for each extra level."""
-        num_maps = len(backbone_features)
-        feature_maps = [
-            project(features) for project, features in zip(self.input_proj[:num_maps], backbone_features, strict=True)
-        ]
-        extra = backbone_features[-1]
-        for project in self.input_proj[num_maps:]:
-            extra = project(extra)
-            feature_maps.append(extra)
-        return feature_maps
-
-    def _classify(self, hidden: Tensor) -> Tensor:
-        """Returns the logits of every layer, float32 [n, B, Q, num_classes]."""
-        with torch.autocast(hidden.device.type, enabled=False):
-            if self.class_embed[0] is self.class_embed[-1]:
-                return self.class_embed[0](hidden.float())
-            return torch.stack([self.class_embed[index](state) for index, state in enumerate(hidden.float())])
+        return DetectorOutput(classify(self.class_embed, decoded.hidden), boxes_cxcywh, decoded.proposals)
 
     def _detection_heads(self, num_classes: int, box_refine: bool) -> tuple[nn.ModuleList, nn.ModuleList]:
-        width = self.transformer.d_model
-        class_head = nn.Linear(width, num_classes)
-        nn.init.constant_(class_head.bias, -math.log((1 - PRIOR_PROBABILITY) / PRIOR_PROBABILITY))
-        box_head = MLP(in_features=width, hidden_features=width, out_features=4, num_layers=NUM_BOX_LAYERS)
-        nn.init.zeros_(box_head.layers[-1].get_parameter("weight"))
-        nn.init.zeros_(box_head.layers[-1].get_parameter("bias"))
+        heads = (class_head(self.transformer.d_model, num_classes), box_head(self.transformer.d_model))
         count = self.transformer.num_decoder_layers + int(self.two_stage)
         class_heads, box_heads = (
-            nn.ModuleList(copy.deepcopy(head) if box_refine else head for _ in range(count))
-            for head in (class_head, box_head)
+            nn.ModuleList(copy.deepcopy(head) if box_refine else head for _ in range(count)) for head in heads
         )
         if not self.two_stage:
             nn.init.constant_(box_heads[0].get_parameter(f"layers.{NUM_BOX_LAYERS - 1}.bias")[2:], INITIAL_SIZE_LOGIT)
         return class_heads, box_heads
 
 
-def _check_settings(
-    transformer: DeformableTransformer, position_encoding: SinePositionEncoding, num_classes: int, box_refine: bool
-) -> None:
-    if transformer.two_stage and not box_refine:
-        raise ValueError("box_refine must be true with two_stage, got false; the proposals are boxes to be refined")
+def class_head(d_model: int, num_classes: int) -> nn.Linear:
+    """Makes a class head, [..., d_model] -> [..., num_classes], that finds every class with probability 0.01."""
+    head = nn.Linear(d_model, num_classes)
+    nn.init.constant_(head.bias, -math.log((1 - PRIOR_PROBABILITY) / PRIOR_PROBABILITY))
+    return head
+
+
+def box_head(d_model: int) -> MLP:
+    """Makes a box head, [..., d_model] -> [..., 4], that leaves every box where it is."""
+    head = MLP(in_features=d_model, hidden_features=d_model, out_features=4, num_layers=NUM_BOX_LAYERS)
+    nn.init.zeros_(head.layers[-1].get_parameter("weight"))
+    nn.init.zeros_(head.layers[-1].get_parameter("bias"))
+    return head
+
+
+def classify(class_embed: nn.ModuleList, hidden: Tensor) -> Tensor:
+    """Computes the logits of every decoder layer, in float32 under any autocast.
+
+    Args:
+        class_embed: the class head of each layer, or one head under all names.
+        hidden: float [n, B, Q, C].
+
+    Returns:
+        float32 [n, B, Q, num_classes].
+    """
+    with torch.autocast(hidden.device.type, enabled=False):
+        if class_embed[0] is class_embed[-1]:
+            return class_embed[0](hidden.float())
+        return torch.stack([class_embed[index](state) for index, state in enumerate(hidden.float())])
+
+
+def feature_levels(
+    backbone: nn.ModuleList, input_proj: nn.ModuleList, batch: ImageBatch
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Makes the transformer's input.
+
+    Args:
+        backbone: the backbone, then the position encoding.
+        input_proj: the module that each level comes from: one for each map of the backbone, and one for each level
+            beyond, which reads the last map or the level before.
+        batch: normalised images with their padding.
+
+    Returns:
+        L feature maps float [B, C, H_l, W_l], finest first; their padding masks bool [B, H_l, W_l], True = padding;
+        their position encodings float32 [B, C, H_l, W_l].
+    """
+    maps = backbone[0](batch.images)
+    features = [project(level) for project, level in zip(input_proj[: len(maps)], maps, strict=True)]
+    coarser = maps[-1]
+    for project in input_proj[len(maps) :]:
+        coarser = project(coarser)
+        features.append(coarser)
+    padding_masks = [_resize_mask(batch.padding_mask, level) for level in features]
+    return features, padding_masks, [backbone[1](mask) for mask in padding_masks]
+
+
+def check_sizes(transformer: EncoderDecoder, position_encoding: SinePositionEncoding, num_classes: int) -> None:
+    """Checks that the parts of a detector fit together.
+
+    Raises:
+        ValueError: if the widths differ or don't divide into the groups of the norms, or there is no class.
+    """
     if position_encoding.channels != transformer.d_model:
         raise ValueError(
             f"position_encoding.channels must equal d_model={transformer.d_model}, got {position_encoding.channels}; "
@@ -144,7 +176,7 @@ def _check_settings(
         raise ValueError(f"num_classes must be at least 1, got {num_classes}; give the number of object classes")
 
 
-def _input_projections(channels: tuple[int, ...], d_model: int, num_feature_levels: int) -> nn.ModuleList:
+def input_projections(channels: tuple[int, ...], d_model: int, num_feature_levels: int) -> nn.ModuleList:
     """Makes a 1x1 convolution for each feature map and a 3x3 one of stride 2 for each level beyond, all normalised."""
     if len(channels) > num_feature_levels:
         raise ValueError(

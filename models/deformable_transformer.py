@@ -1,6 +1,7 @@
 """The deformable transformer: encoder, choice of the queries, decoder."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +30,8 @@ class TransformerOutput:
     proposals: EncoderProposals | None
 
 
-class DeformableTransformer(nn.Module):
-    """Encodes feature levels and decodes object queries (arXiv 2010.04159, sections 4 and A.4)."""
+class EncoderDecoder(nn.Module):
+    """The parts that all deformable transformers share; a subclass chooses the queries."""
 
     def __init__(
         self,
@@ -45,12 +46,14 @@ class DeformableTransformer(nn.Module):
         num_queries: int,
         dim_feedforward: int,
         dropout: float,
-        two_stage: bool,
         inverse_sigmoid_eps: float,
         gradient_checkpointing: bool,
         backend: str,
+        decoder_norm: nn.Module | None,
+        ref_point_head: nn.Module | None,
+        look_forward_twice: bool,
     ) -> None:
-        """Creates encoder and decoder.
+        """Creates encoder, decoder and level embedding; the subclass adds its own parts and calls `reset_parameters`.
 
         Args:
             d_model: width C of features and queries, a multiple of 4 and of num_heads.
@@ -63,17 +66,18 @@ class DeformableTransformer(nn.Module):
             num_queries: object queries Q.
             dim_feedforward: channels inside the feed-forward blocks.
             dropout: probability of dropping, in 0..1.
-            two_stage: whether the queries start from the encoder's best proposals instead of learned embeddings.
             inverse_sigmoid_eps: see `models.boxes.inverse_sigmoid`.
             gradient_checkpointing: whether training recomputes each layer in the backward pass to save memory.
             backend: backend of the op, one of `msda_op.BACKENDS`.
+            decoder_norm: see `models.decoder.DeformableDecoder`, as the next two.
+            ref_point_head: see there.
+            look_forward_twice: see there.
         """
         super().__init__()
         self.d_model = d_model
         self.num_feature_levels = num_feature_levels
         self.num_decoder_layers = num_decoder_layers
         self.num_queries = num_queries
-        self.two_stage = two_stage
         self.inverse_sigmoid_eps = inverse_sigmoid_eps
         encoder_layers = [
             DeformableEncoderLayer(
@@ -102,18 +106,13 @@ class DeformableTransformer(nn.Module):
         self.encoder = DeformableEncoder(layers=encoder_layers, gradient_checkpointing=gradient_checkpointing)
         self.decoder = DeformableDecoder(
             layers=decoder_layers,
+            norm=decoder_norm,
+            ref_point_head=ref_point_head,
+            look_forward_twice=look_forward_twice,
             inverse_sigmoid_eps=inverse_sigmoid_eps,
             gradient_checkpointing=gradient_checkpointing,
         )
         self.level_embed = nn.Parameter(torch.empty(num_feature_levels, d_model))
-        if two_stage:
-            self.enc_output = nn.Linear(d_model, d_model)
-            self.enc_output_norm = nn.LayerNorm(d_model)
-            self.pos_trans = nn.Linear(2 * d_model, 2 * d_model)
-            self.pos_trans_norm = nn.LayerNorm(2 * d_model)
-        else:
-            self.reference_points = nn.Linear(d_model, 2)
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialises matrices by Xavier, attention by its own rule and the level embedding by N(0, 1)."""
@@ -123,9 +122,58 @@ class DeformableTransformer(nn.Module):
         for module in self.modules():
             if isinstance(module, MSDeformAttn):
                 module.reset_parameters()
+        nn.init.normal_(self.level_embed)
+
+    def encode(
+        self, feature_maps: list[Tensor], padding_masks: list[Tensor], positions: list[Tensor]
+    ) -> tuple[FeatureLevels, Tensor]:
+        """Flattens the levels and encodes them.
+
+        Args:
+            feature_maps: L tensors float [B, C, H_l, W_l], finest first.
+            padding_masks: L tensors bool [B, H_l, W_l], True = padding.
+            positions: L tensors float32 [B, C, H_l, W_l], position encodings.
+
+        Returns:
+            The levels, and the encoder's output float [B, S, C].
+        """
+        embedded = zip(positions, self.level_embed, strict=True)
+        levels = FeatureLevels(
+            features=torch.cat([features.flatten(2).transpose(1, 2) for features in feature_maps], dim=1),
+            positions=torch.cat([position.flatten(2).transpose(1, 2) + embed for position, embed in embedded], dim=1),
+            padding_mask=torch.cat([mask.flatten(1) for mask in padding_masks], dim=1),
+            spatial_shapes=tuple((features.shape[2], features.shape[3]) for features in feature_maps),
+            valid_ratios=torch.stack([valid_ratio(mask) for mask in padding_masks], dim=1),
+        )
+        return levels, self.encoder(levels)
+
+
+class DeformableTransformer(EncoderDecoder):
+    """Encodes feature levels and decodes object queries (arXiv 2010.04159, sections 4 and A.4)."""
+
+    def __init__(self, *, two_stage: bool, **settings: Any) -> None:
+        """Creates encoder and decoder.
+
+        Args:
+            two_stage: whether the queries start from the encoder's best proposals instead of learned embeddings.
+            **settings: see `EncoderDecoder`, up to `backend`.
+        """
+        super().__init__(decoder_norm=None, ref_point_head=None, look_forward_twice=False, **settings)
+        self.two_stage = two_stage
+        if two_stage:
+            self.enc_output = nn.Linear(self.d_model, self.d_model)
+            self.enc_output_norm = nn.LayerNorm(self.d_model)
+            self.pos_trans = nn.Linear(2 * self.d_model, 2 * self.d_model)
+            self.pos_trans_norm = nn.LayerNorm(2 * self.d_model)
+        else:
+            self.reference_points = nn.Linear(self.d_model, 2)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialises as every transformer, and lets the reference points of equal queries start in the middle."""
+        super().reset_parameters()
         if not self.two_stage:
             nn.init.zeros_(self.reference_points.bias)
-        nn.init.normal_(self.level_embed)
 
     def forward(
         self,
@@ -148,8 +196,7 @@ class DeformableTransformer(nn.Module):
         Raises:
             ValueError: if a two-stage model is asked for more queries than the images have pixels on all levels.
         """
-        levels = self._flatten(feature_maps, padding_masks, positions)
-        memory = self.encoder(levels)
+        levels, memory = self.encode(feature_maps, padding_masks, positions)
         proposals = None
         if query_embed is None:
             proposals, reference_points, query_embed = self._select_proposals(memory, levels)
@@ -158,20 +205,8 @@ class DeformableTransformer(nn.Module):
             with torch.autocast(memory.device.type, enabled=False):
                 reference_points = self.reference_points(query_embed[..., : self.d_model]).sigmoid()
         query_pos, query = query_embed.split(self.d_model, dim=-1)
-        decoded = self.decoder(query, query_pos, reference_points, memory, levels)
+        decoded = self.decoder(query, query_pos, reference_points, memory, levels, attention_mask=None)
         return TransformerOutput(decoded.hidden, reference_points, decoded.boxes_cxcywh, proposals)
-
-    def _flatten(
-        self, feature_maps: list[Tensor], padding_masks: list[Tensor], positions: list[Tensor]
-    ) -> FeatureLevels:
-        levels = zip(positions, self.level_embed, strict=True)
-        return FeatureLevels(
-            features=torch.cat([features.flatten(2).transpose(1, 2) for features in feature_maps], dim=1),
-            positions=torch.cat([position.flatten(2).transpose(1, 2) + embed for position, embed in levels], dim=1),
-            padding_mask=torch.cat([mask.flatten(1) for mask in padding_masks], dim=1),
-            spatial_shapes=tuple((features.shape[2], features.shape[3]) for features in feature_maps),
-            valid_ratios=torch.stack([valid_ratio(mask) for mask in padding_masks], dim=1),
-        )
 
     def _select_proposals(self, memory: Tensor, levels: FeatureLevels) -> tuple[EncoderProposals, Tensor, Tensor]:
         """Scores all proposals and makes queries of the best.
@@ -179,12 +214,6 @@ class DeformableTransformer(nn.Module):
         Returns:
             All proposals; the best ones' boxes, float32 [B, Q, 4], detached; their query embeddings, [B, Q, 2C].
         """
-        num_proposals = memory.shape[1]
-        if self.num_queries > num_proposals:
-            raise ValueError(
-                f"num_queries must be at most the number of proposals, {num_proposals} for images of this size, "
-                f"got {self.num_queries}; take fewer queries or larger images"
-            )
         class_heads, box_heads = self.decoder.class_embed, self.decoder.bbox_embed
         assert class_heads is not None, "the detector sets the heads of a two-stage decoder"
         assert box_heads is not None, "the detector sets the heads of a two-stage decoder"
@@ -194,10 +223,32 @@ class DeformableTransformer(nn.Module):
             features = features.float()
             logits = class_heads[-1](features)
             boxes_cxcywh = (box_heads[-1](features) + anchors).sigmoid()
-        best = logits[..., 0].topk(self.num_queries, dim=1).indices
+        best = best_proposals(logits[..., 0], self.num_queries)
         reference_points = boxes_cxcywh.detach().gather(1, best.unsqueeze(-1).expand(-1, -1, 4))
         query_embed = self.pos_trans_norm(self.pos_trans(embed_boxes(reference_points, self.d_model // 2)))
         return EncoderProposals(logits, boxes_cxcywh, class_agnostic=True), reference_points, query_embed
+
+
+def best_proposals(scores: Tensor, num_queries: int) -> Tensor:
+    """Finds the proposals that become queries.
+
+    Args:
+        scores: float32 [B, S].
+        num_queries: number Q of queries.
+
+    Returns:
+        int64 [B, Q], best first.
+
+    Raises:
+        ValueError: if there are fewer proposals than queries.
+    """
+    num_proposals = scores.shape[1]
+    if num_queries > num_proposals:
+        raise ValueError(
+            f"num_queries must be at most the number of proposals, {num_proposals} for images of this size, "
+            f"got {num_queries}; take fewer queries or larger images"
+        )
+    return scores.topk(num_queries, dim=1).indices
 
 
 def valid_ratio(padding_mask: Tensor) -> Tensor:

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +10,7 @@ from models.structures import FeatureLevels
 SHAPES = ((2, 4), (1, 2))
 
 
-def build(gradient_checkpointing: bool = False) -> DeformableDecoder:
+def build(gradient_checkpointing: bool = False, **overrides: Any) -> DeformableDecoder:
     torch.manual_seed(0)
     layers = [
         DeformableDecoderLayer(
@@ -22,15 +24,21 @@ def build(gradient_checkpointing: bool = False) -> DeformableDecoder:
         )
         for _ in range(3)
     ]
-    return DeformableDecoder(layers=layers, inverse_sigmoid_eps=1e-5, gradient_checkpointing=gradient_checkpointing)
+    settings: dict[str, Any] = {"norm": None, "ref_point_head": None, "look_forward_twice": False} | overrides
+    return DeformableDecoder(
+        layers=layers, inverse_sigmoid_eps=1e-5, gradient_checkpointing=gradient_checkpointing, **settings
+    )
 
 
-def make_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, FeatureLevels]:
+def make_inputs(
+    coordinates: int = 2, attention_mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, FeatureLevels, torch.Tensor | None]:
     generator = torch.Generator().manual_seed(0)
     query, query_pos = torch.randn(2, 1, 5, 16, generator=generator)
     memory = torch.randn(1, 10, 16, generator=generator)
     levels = FeatureLevels(memory, memory, torch.zeros(1, 10, dtype=torch.bool), SHAPES, torch.ones(1, 2, 2))
-    return query, query_pos, torch.rand(1, 5, 2, generator=generator), memory, levels
+    reference_points = torch.rand(1, 5, coordinates, generator=generator)
+    return query, query_pos, reference_points, memory, levels, attention_mask
 
 
 def test_points_and_boxes_scale_with_the_valid_ratios() -> None:
