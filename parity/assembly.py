@@ -17,7 +17,7 @@ _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _ORDERINGS = ("relaxed", "acquire", "release", "acq_rel")
 _SCOPES = ("cta", "cluster", "gpu", "sys")
 _WIDTHS = {"v2": 2, "v4": 4, "v8": 8}
-_FLOATS = {"f16": 1, "bf16": 1, "f32": 1, "f64": 1, "f16x2": 2, "bf16x2": 2}
+_FLOATS = ("f16", "bf16", "f32", "f64")
 _SASS_ATOMICS = ("RED", "REDG", "REDS", "ATOM", "ATOMG", "ATOMS")
 
 
@@ -71,7 +71,9 @@ def parse_atomic(instruction: str) -> Atomic:
             f"instruction must name one operation and one type, got {instruction!r}; extend parity/assembly.py"
         )
     operation, element = rest
-    return Atomic(kind, space, ordering, scope, operation, element, _WIDTHS.get(vector or "", _FLOATS.get(element, 1)))
+    packed = 2 if element.endswith("x2") else 1
+    width = packed * _WIDTHS.get(vector or "", 1)
+    return Atomic(kind, space, ordering, scope, operation, element.removesuffix("x2"), width)
 
 
 def read_ptx(ptx: str) -> Counter[Atomic]:
@@ -100,28 +102,32 @@ class Sass:
         return Counter({code: number for code, number in self.opcodes.items() if code.split(".")[0] in names})
 
 
-def parse_sass(text: str) -> Sass:
-    """Reads the output of `cuobjdump -sass -res-usage`.
+def parse_sass(resources: str, code: str) -> Sass:
+    """Reads the outputs of `cuobjdump -res-usage` and of `nvdisasm` for one kernel.
 
     Raises:
         ValueError: if the resource line or the instructions are missing.
     """
-    resources, opcodes = _RESOURCES.search(text), Counter(_SASS_OPCODE.findall(text))
-    if resources is None or not opcodes:
+    used, opcodes = _RESOURCES.search(resources), Counter(_SASS_OPCODE.findall(code))
+    if used is None or not opcodes:
         raise ValueError(
-            f"text must hold resources and instructions of a kernel, got {text[:80]!r}; pass cuobjdump's output"
+            f"texts must hold resources and instructions of a kernel, got {resources[:80]!r} and {code[:80]!r}; "
+            f"pass the outputs of cuobjdump and nvdisasm"
         )
-    registers, stack, shared, local = map(int, resources.groups())
+    registers, stack, shared, local = map(int, used.groups())
     return Sass(opcodes, registers, stack + local, shared)
 
 
-def disassemble(cubin: bytes, cuobjdump: str) -> Sass:
-    """Reads machine code with the tool `cuobjdump`, which Triton brings."""
+def disassemble(cubin: bytes, cuobjdump: str, nvdisasm: str) -> Sass:
+    """Reads machine code with two tools that Triton brings, given by their paths."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        command = [cuobjdump, "-sass", "-res-usage", str(path)]
-        return parse_sass(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        resources, code = (
+            subprocess.run([*command, str(path)], capture_output=True, text=True, check=True).stdout
+            for command in ([cuobjdump, "-res-usage"], [nvdisasm, "--no-dataflow"])
+        )
+        return parse_sass(resources, code)
 
 
 @dataclass(frozen=True)
@@ -129,7 +135,7 @@ class KernelReport:
     """What one kernel compiles to on one architecture.
 
     Args:
-        kernel: name of the function.
+        kernel: module and name of the function.
         variant: what it was launched for; several, joined by commas, where they share the machine code.
         architecture: compute capability, e.g. 90.
         num_warps: of one program.
@@ -176,7 +182,7 @@ def report_kernel(
     """Sums up one compiled kernel and names its problems.
 
     Args:
-        kernel: name of the function.
+        kernel: module and name of the function.
         variant: what it was launched for.
         architecture: compute capability, e.g. 90.
         num_warps: of one program.

@@ -1,16 +1,15 @@
 """Compiles every shipped kernel for each NVIDIA architecture and judges the machine code; needs no GPU.
 
-    python -m scripts.compile_kernels_check [--targets 80,86,89,90,100] [--only PATTERN] [--json FILE]
+    python -m scripts.compile_kernels_check [--targets 80,86,89,90,100] [--only PATTERN] [--jobs N] [--json FILE]
 
 Prints atomics (from PTX and SASS), registers, spills, shared memory, barriers and loads of each variant. Exits 1 when a
 default has a compare-and-swap loop, an atomic that is not relaxed, a spill, or a scalar atomic where a vector exists.
-Kernels are found by running the launch module: `parity/compilation.py` says how to add a path.
+Kernels are found by running the launch module: `parity/shipped_calls.py` says how to add a path.
 """
 
 import argparse
 import json
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -60,18 +59,18 @@ def format_report(report: KernelReport) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the check and returns the exit status."""
     leave_interpreter()
-    from parity.compilation import ARCHITECTURES, compile_shipped, shipped_calls  # imports Triton
+    from parity.compilation import ARCHITECTURES, compile_shipped  # imports Triton
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", type=parse_targets, default=ARCHITECTURES, help="compute capabilities")
-    parser.add_argument("--only", type=re.compile, default="", help="regular expression that variants must contain")
+    parser.add_argument("--only", default="", help="regular expression that variants must contain")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="architectures compiled at a time")
     parser.add_argument("--json", type=Path, help="file for the reports")
     options = parser.parse_args(arguments)
 
-    calls = [call for call in shipped_calls() if re.search(options.only, call.name)]
-    if not calls:
-        parser.error(f"--only must match a variant, got {options.only.pattern!r}; leave it out to see their names")
-    reports = compile_shipped(options.targets, calls)
+    reports = compile_shipped(options.targets, options.only, options.jobs)
+    if not reports:
+        parser.error(f"--only must match a variant, got {options.only!r}; leave it out to see their names")
     for report in reports:
         print(format_report(report))
     if options.json is not None:

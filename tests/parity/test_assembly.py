@@ -9,10 +9,14 @@ from parity.assembly import Atomic, Sass, parse_atomic, parse_sass, read_ptx, re
 
 CLEAN = "@%p1 atom.global.gpu.relaxed.add.v4.f32 {%r1, %r2, %r3, %r4}, [ %rd1 + 0 ], {%r5, %r6, %r7, %r8};"
 
-CUOBJDUMP = """
-Fatbin elf code:
+RESOURCES = """
+Resource usage:
  Function backward_kernel:
   REG:136 STACK:8 SHARED:1024 LOCAL:0 CONSTANT[0]:448 TEXTURE:0 SURFACE:0 SAMPLER:0
+"""
+
+CODE = """
+.text.backward_kernel:
         /*0000*/                   LDC R1, c[0x0][0x37c] ;             /* 0x0000df00ff017b82 */
                                                                        /* 0x000e220000000800 */
         /*0010*/              @!P0 LDG.E.128 R4, desc[UR4][R2.64] ;    /* 0x0000000402048981 */
@@ -39,7 +43,8 @@ def problems(ptx: str = CLEAN, machine_code: Sass | None = None, architecture: i
     [
         ("atom.global.gpu.relaxed.add.v4.f32", Atomic("atom", "global", "relaxed", "gpu", "add", "f32", 4)),
         ("red.relaxed.gpu.global.add.noftz.v8.bf16", Atomic("red", "global", "relaxed", "gpu", "add", "bf16", 8)),
-        ("atom.global.acq_rel.gpu.add.noftz.f16x2", Atomic("atom", "global", "acq_rel", "gpu", "add", "f16x2", 2)),
+        ("atom.global.acq_rel.gpu.add.noftz.f16x2", Atomic("atom", "global", "acq_rel", "gpu", "add", "f16", 2)),
+        ("red.global.add.noftz.v4.bf16x2", Atomic("red", "global", "relaxed", "gpu", "add", "bf16", 8)),
         ("atom.shared::cta.add.u32", Atomic("atom", "shared::cta", "relaxed", "gpu", "add", "u32", 1)),
         ("atom.relaxed.sys.cas.b32", Atomic("atom", "generic", "relaxed", "sys", "cas", "b32", 1)),
         ("red.global.add.L2::cache_hint.v2.f32", Atomic("red", "global", "relaxed", "gpu", "add", "f32", 2)),
@@ -60,7 +65,7 @@ def test_atomics_of_a_text_are_counted() -> None:
 
 
 def test_machine_code_is_read() -> None:
-    code = parse_sass(CUOBJDUMP)
+    code = parse_sass(RESOURCES, CODE)
     assert (code.registers, code.stack_bytes, code.shared_bytes) == (136, 8, 1024)
     assert code.count("LDG") == {"LDG.E.128": 2}
     assert code.count("REDG") == {"REDG.E.ADD.F32x4.FTZ.RN.STRONG.GPU": 1}
@@ -70,8 +75,10 @@ def test_machine_code_is_read() -> None:
 
 
 def test_text_without_a_kernel_is_refused() -> None:
-    with pytest.raises(ValueError, match="text must hold resources and instructions"):
-        parse_sass("cuobjdump fatal")
+    with pytest.raises(ValueError, match="texts must hold resources and instructions"):
+        parse_sass("cuobjdump fatal", CODE)
+    with pytest.raises(ValueError, match="texts must hold resources and instructions"):
+        parse_sass(RESOURCES, "nvdisasm fatal")
 
 
 def test_a_clean_kernel_has_no_problems() -> None:
@@ -103,7 +110,7 @@ def test_scalar_atomics_are_a_problem_only_where_vectors_exist() -> None:
 
 
 def test_report_is_ready_for_json() -> None:
-    report = report_kernel("backward_kernel", "a, b", 90, 1, 512, 128, CLEAN, parse_sass(CUOBJDUMP))
+    report = report_kernel("backward_kernel", "a, b", 90, 1, 512, 128, CLEAN, parse_sass(RESOURCES, CODE))
     content = json.loads(json.dumps(report.to_json()))
     assert content["ptx_atomics"] == {"atom global add f32x4 relaxed gpu": 1}
     assert content["loads"] == {"LDG.E.128": 2}

@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # Runs without the interpreter, which replaces the kernels when Triton is imported; compiles nothing.
 RECORD = """
 import json
-from parity.compilation import entry_kernels, record_launches, shipped_calls, targeting
+from parity.compilation import entry_kernels, record_launches, targeting
+from parity.shipped_calls import shipped_calls
 
 reached = {}
 for call in shipped_calls():
@@ -36,13 +37,13 @@ def recorded() -> dict:
 def test_every_kernel_is_reached_by_a_shipped_call(recorded: dict) -> None:
     reached = {kernel for launches in recorded["reached"].values() for kernel, *_ in launches}
     assert reached == set(recorded["kernels"])
-    assert {"forward_kernel", "backward_kernel"} <= reached
+    assert {"forward.forward_kernel", "backward.backward_kernel"} <= reached
 
 
 def test_a_path_without_a_call_would_be_seen(recorded: dict) -> None:
     forward = {name: launches for name, launches in recorded["reached"].items() if "forward" in name}
     reached = {kernel for launches in forward.values() for kernel, *_ in launches}
-    assert "backward_kernel" in set(recorded["kernels"]) - reached
+    assert "backward.backward_kernel" in set(recorded["kernels"]) - reached
 
 
 def test_calls_have_names_of_their_own_and_launch_something(recorded: dict) -> None:
@@ -52,6 +53,6 @@ def test_calls_have_names_of_their_own_and_launch_something(recorded: dict) -> N
 
 def test_recording_alone_compiles_nothing_and_sees_the_grid(recorded: dict) -> None:
     (kernel, programs, compiled), *_ = recorded["reached"]["encoder bf16 forward"]
-    assert kernel == "forward_kernel"
+    assert kernel == "forward.forward_kernel"
     assert programs > 1000
     assert compiled is None

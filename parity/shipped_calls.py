@@ -1,0 +1,153 @@
+"""Every way in which users reach the kernels, as calls of the launch module on tensors without memory.
+
+A new path gets a call here; a kernel that no call reaches fails `tests/parity/test_compilation.py`.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from msda_op.options import DEFAULT_OPTIONS, Options
+from msda_op.triton import launch
+from msda_op.triton.launch import Inputs, Needs, Targets
+from parity.presets import PRESETS, Preset
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+_BATCH = 4
+_ODD = Preset("odd", ((33, 51), (17, 26)), num_queries=300, num_heads=5, head_dim=20, num_points=3)
+_WIDE = Preset("wide", ((33, 51), (17, 26)), num_queries=300, num_heads=2, head_dim=256, num_points=16)
+_HEAD_MAJOR = Options(value_layout="BNLC")
+_EVERY_OPTION = Options("border", align_corners=True, value_layout="BNLC", sampling_locations_layout="B2QHLP")
+_TRAINING = Needs(value=True, points=True, scores=True, reference_points=False)
+_REFINING = Needs(value=True, points=True, scores=True, reference_points=True)
+_FROZEN_VALUE = Needs(value=False, points=True, scores=True, reference_points=False)
+
+
+@dataclass(frozen=True)
+class ShippedCall:
+    """One way in which users reach the kernels.
+
+    Args:
+        name: words for a report.
+        head_dim: D.
+        judged: whether problems of the machine code count; not where a caller asks for half atomics, which the
+            documentation warns of.
+        run: calls the launch module.
+    """
+
+    name: str
+    head_dim: int
+    judged: bool
+    run: Callable[[], Any]
+
+
+class UnallocatedCudaTensor(Tensor):
+    """A meta tensor that says that it is on a GPU: the launch module decides by it, and nothing reads it."""
+
+    is_cuda = True
+
+
+def shipped_calls() -> list[ShippedCall]:
+    """Returns the calls: sizes x dtypes x plain, fused and deterministic; sets of gradients and options once.
+
+    float16 differs from bfloat16 in one conversion, so what is rarer is compiled for bfloat16 and float32 alone.
+    """
+    calls: list[ShippedCall] = []
+    for name, (dtype_name, dtype) in product(("encoder", "decoder", "dino"), DTYPES.items()):
+        calls += _common_calls(PRESETS[name], dtype_name, dtype)
+    for preset in (_ODD, _WIDE):
+        calls += _pass_calls(f"{preset.name} bf16", preset, torch.bfloat16, 0, [_TRAINING])
+    calls += _pass_calls("wide fp32", _WIDE, torch.float32, 0, [_TRAINING])
+    for dtype_name in ("bf16", "fp32"):
+        calls += _gradient_set_calls(f"encoder {dtype_name}", PRESETS["encoder"], DTYPES[dtype_name])
+    for name, options in (("head-major", _HEAD_MAJOR), ("border, aligned, head-major, pair first", _EVERY_OPTION)):
+        calls += _pass_calls(f"encoder bf16 {name}", PRESETS["encoder"], torch.bfloat16, 0, [_TRAINING], options)
+    calls += _pass_calls("encoder bf16 fused boxes", PRESETS["encoder"], torch.bfloat16, 4, [_REFINING])
+    calls += _accumulation_calls(PRESETS["encoder"])
+    return calls
+
+
+def _common_calls(preset: Preset, dtype_name: str, dtype: torch.dtype) -> Iterator[ShippedCall]:
+    """Yields what training and inference of a detector call."""
+    name = f"{preset.name} {dtype_name}"
+    yield from _pass_calls(name, preset, dtype, 0, [_TRAINING])
+    if dtype == torch.float16:
+        yield from _pass_calls(f"{name} fused", preset, dtype, 2, [_TRAINING])
+        return
+    yield from _pass_calls(f"{name} fused", preset, dtype, 2, [_TRAINING, _REFINING])
+    grad_output, inputs = unallocated_inputs(preset, dtype)
+    run = partial(launch.backward, grad_output, inputs, DEFAULT_OPTIONS, True, True, _TRAINING)
+    yield ShippedCall(f"{name} deterministic backward", preset.head_dim, True, run)
+
+
+def _gradient_set_calls(name: str, preset: Preset, dtype: torch.dtype) -> Iterator[ShippedCall]:
+    """Yields backward passes of fewer than all gradients: every set in bf16, a frozen value in fp32."""
+    every = [Needs(value, points, scores, False) for value, points, scores in product((True, False), repeat=3)]
+    chosen = every[1:-1] if dtype == torch.bfloat16 else [_FROZEN_VALUE]
+    calls = _pass_calls(name, preset, dtype, 0, chosen)
+    yield from (call for call in calls if not call.name.endswith("forward"))
+
+
+def _pass_calls(
+    name: str,
+    preset: Preset,
+    dtype: torch.dtype,
+    num_coordinates: int,
+    gradient_sets: list[Needs],
+    options: Options = DEFAULT_OPTIONS,
+) -> Iterator[ShippedCall]:
+    """Yields a forward pass, and a backward pass for each set of gradients; fused where there are coordinates."""
+    grad_output, inputs = unallocated_inputs(preset, dtype, num_coordinates, options)
+    yield ShippedCall(f"{name} forward", preset.head_dim, True, partial(launch.forward, inputs, options))
+    for needs in gradient_sets:
+        asked = "+".join(word for word, needed in needs._asdict().items() if needed)
+        run = partial(launch.backward, grad_output, inputs, options, True, False, needs)
+        yield ShippedCall(f"{name} backward {asked}", preset.head_dim, True, run)
+
+
+def _accumulation_calls(preset: Preset) -> Iterator[ShippedCall]:
+    """Yields the ways to add the gradient of value up that a caller has to ask for."""
+    for dtype_name in ("bf16", "fp16"):
+        grad_output, inputs = unallocated_inputs(preset, DTYPES[dtype_name])
+        half = partial(launch.backward, grad_output, inputs, DEFAULT_OPTIONS, False, False, _TRAINING)
+        yield ShippedCall(f"{preset.name} {dtype_name} backward half atomics", preset.head_dim, False, half)
+    buffers = _empty(4, *inputs.value.shape, dtype=torch.float32)
+    targets = Targets(buffers, torch.empty_like(inputs.points), torch.empty_like(inputs.scores), None)
+    into_buffers = partial(launch.accumulate_backward, grad_output, inputs, DEFAULT_OPTIONS, False, targets)
+    yield ShippedCall(f"{preset.name} fp16 backward into four buffers", preset.head_dim, True, into_buffers)
+
+
+def unallocated_inputs(
+    preset: Preset, dtype: torch.dtype, num_coordinates: int = 0, options: Options = DEFAULT_OPTIONS
+) -> tuple[Tensor, Inputs]:
+    """Returns upstream gradient and inputs of a preset in a batch of 4, without memory.
+
+    Args:
+        preset: sizes.
+        dtype: of value, scores and upstream gradient.
+        num_coordinates: of the reference points; 0 for the plain op, whose points are locations.
+        options: decide the layouts.
+    """
+    b, q, m, d, k = _BATCH, preset.num_queries, preset.num_heads, preset.head_dim, preset.num_points
+    s, num_levels = preset.value_length, len(preset.spatial_shapes)
+    pair_first = options.sampling_locations_layout == "B2QHLP"
+    samples = (q, m, num_levels, k)
+    inputs = Inputs(
+        value=_empty(b, m, s, d, dtype=dtype) if options.value_layout == "BNLC" else _empty(b, s, m, d, dtype=dtype),
+        spatial_shapes=_empty(num_levels, 2, dtype=torch.int64),
+        level_start_index=_empty(num_levels, dtype=torch.int64),
+        points=_empty(*((b, 2, *samples) if pair_first else (b, *samples, 2)), dtype=torch.float32),
+        scores=_empty(b, *samples, dtype=dtype),
+        reference_points=_empty(b, q, num_levels, num_coordinates, dtype=torch.float32) if num_coordinates else None,
+    )
+    return _empty(b, q, m * d, dtype=dtype), inputs
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta").as_subclass(UnallocatedCudaTensor)
