@@ -1,0 +1,285 @@
+"""Measures a call on a GPU: device time, wall time, memory, clocks.
+
+Device time is what the kernels take: two events around one call, while the host is ahead of the device, so that its
+dispatch is not counted, and after the L2 cache has been flushed. Wall time is what a caller waits for one call on an
+idle device, dispatch included; host time is the part of it until the call returns.
+"""
+
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+
+Call = Callable[[], Any]
+
+# About 2 ms at 1.9 GHz: longer than any dispatch that is measured here.
+_SPIN_CYCLES = 4_000_000
+_MIB = 2**20
+# Boost clocks wander by a few steps of 15 MHz; a lower clock than this share of the highest one is a drop.
+_STEADY_CLOCK = 0.95
+_STATE_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "temperature.gpu", "power.draw")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Spread of repeated measurements: median, 20th and 80th percentile, and how many there were."""
+
+    median: float
+    p20: float
+    p80: float
+    repeats: int
+
+
+def percentile(samples: Sequence[float], fraction: float) -> float:
+    """Returns the number below which `fraction` of the samples lie, interpolated linearly between neighbours.
+
+    Raises:
+        ValueError: if there are no samples, or the fraction is not in 0..1.
+    """
+    if not samples or not 0 <= fraction <= 1:
+        raise ValueError(
+            f"samples must not be empty and fraction must lie in 0..1, got {len(samples)} samples and {fraction}; "
+            f"measure at least once"
+        )
+    ordered = sorted(samples)
+    position = fraction * (len(ordered) - 1)
+    lower = int(position)
+    upper = min(lower + 1, len(ordered) - 1)
+    return ordered[lower] + (position - lower) * (ordered[upper] - ordered[lower])
+
+
+def summarize(samples: Sequence[float]) -> Summary:
+    """Returns median, 20th and 80th percentile of samples in any unit."""
+    return Summary(percentile(samples, 0.5), percentile(samples, 0.2), percentile(samples, 0.8), len(samples))
+
+
+class Stopwatch(Protocol):
+    """A device queue that can be marked with time stamps; the tests bring one without a device."""
+
+    def flush_caches(self) -> None:
+        """Queues work that leaves nothing useful in the L2 cache."""
+
+    def spin(self, cycles: int) -> None:
+        """Queues a wait of so many cycles of the multiprocessors' clock."""
+
+    def mark(self) -> Any:
+        """Queues a time stamp."""
+
+    def synchronize(self) -> None:
+        """Waits until the queue is empty."""
+
+    def elapsed_ms(self, begin: Any, end: Any) -> float:
+        """Returns the time between two stamps that have been reached."""
+
+
+class CudaStopwatch:
+    """`Stopwatch` of the current CUDA device and stream."""
+
+    def __init__(self) -> None:
+        cache_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+        self._flushed = torch.empty(4 * cache_bytes, dtype=torch.int8, device="cuda")
+
+    def flush_caches(self) -> None:
+        self._flushed.zero_()
+
+    def spin(self, cycles: int) -> None:
+        torch.cuda._sleep(cycles)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def elapsed_ms(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return begin.elapsed_time(end)
+
+
+@dataclass(frozen=True)
+class DeviceTime:
+    """Device time of one call.
+
+    Args:
+        ms: milliseconds.
+        clock_mhz: clock of the multiprocessors right before each repeat, from the spin's cycles; None without a spin.
+    """
+
+    ms: Summary
+    clock_mhz: Summary | None
+    clocks_dropped: bool
+
+
+def measure_device_time(
+    call: Call,
+    stopwatch: Stopwatch,
+    repeats: int = 20,
+    warmup: int = 5,
+    *,
+    flushes: bool = True,
+    keeps_host_ahead: bool = True,
+) -> DeviceTime:
+    """Measures the device time of one call.
+
+    Args:
+        call: what to measure; queues its work on the current stream.
+        stopwatch: of the device.
+        repeats: calls that are measured.
+        warmup: calls before them, which compile and fill caches.
+        flushes: whether the L2 cache is flushed before each repeat. Without it small inputs are found there.
+        keeps_host_ahead: whether the device spins before each repeat until the host has queued the whole call. Without
+            it the queue is drained, and the time between the events holds the host's dispatch.
+    """
+    for _ in range(warmup):
+        call()
+    times, clocks = [], []
+    for _ in range(repeats):
+        if flushes:
+            stopwatch.flush_caches()
+        spin_begin = stopwatch.mark()
+        if keeps_host_ahead:
+            stopwatch.spin(_SPIN_CYCLES)
+        else:
+            stopwatch.synchronize()
+        begin = stopwatch.mark()
+        call()
+        end = stopwatch.mark()
+        stopwatch.synchronize()
+        times.append(stopwatch.elapsed_ms(begin, end))
+        if keeps_host_ahead:
+            clocks.append(_SPIN_CYCLES / stopwatch.elapsed_ms(spin_begin, begin) / 1000)
+    dropped = bool(clocks) and min(clocks) < _STEADY_CLOCK * max(clocks)
+    return DeviceTime(summarize(times), summarize(clocks) if clocks else None, dropped)
+
+
+@dataclass(frozen=True)
+class WallTime:
+    """Wall time of one call on an idle device, and the host's part of it, in milliseconds."""
+
+    wall_ms: Summary
+    host_ms: Summary
+
+
+def measure_wall_time(
+    call: Call,
+    synchronize: Call,
+    clock_s: Callable[[], float] = time.perf_counter,
+    repeats: int = 50,
+    warmup: int = 5,
+) -> WallTime:
+    """Measures how long a caller waits for one call, and how long until the call returns.
+
+    Args:
+        call: what to measure.
+        synchronize: waits for the device.
+        clock_s: returns seconds.
+        repeats: calls that are measured.
+        warmup: calls before them.
+    """
+    for _ in range(warmup):
+        call()
+    walls, hosts = [], []
+    for _ in range(repeats):
+        synchronize()
+        begin = clock_s()
+        call()
+        returned = clock_s()
+        synchronize()
+        end = clock_s()
+        hosts.append((returned - begin) * 1000)
+        walls.append((end - begin) * 1000)
+    return WallTime(summarize(walls), summarize(hosts))
+
+
+class Meter(Protocol):
+    """What a benchmark row needs to know of a call; the tests bring one without a device."""
+
+    def device_time(self, call: Call) -> DeviceTime: ...
+
+    def wall_time(self, call: Call) -> WallTime: ...
+
+    def peak_mib(self, call: Call) -> float: ...
+
+    def gpu_state(self) -> dict[str, str] | None: ...
+
+
+class CudaMeter:
+    """`Meter` of the current CUDA device."""
+
+    def __init__(self, repeats: int) -> None:
+        self._stopwatch = CudaStopwatch()
+        self._repeats = repeats
+
+    def device_time(self, call: Call) -> DeviceTime:
+        return measure_device_time(call, self._stopwatch, self._repeats)
+
+    def wall_time(self, call: Call) -> WallTime:
+        return measure_wall_time(call, torch.cuda.synchronize, repeats=self._repeats)
+
+    def peak_mib(self, call: Call) -> float:
+        """Returns how far memory rises above what was allocated before the call."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / _MIB
+
+    def gpu_state(self) -> dict[str, str] | None:
+        return read_gpu_state()
+
+
+def capture_graph(call: Call, calls: int) -> Call:
+    """Captures a call several times into one CUDA graph and returns its replay, which has no dispatch between kernels.
+
+    Args:
+        call: what to capture; must not wait for the device.
+        calls: how often one replay runs it.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    return graph.replay
+
+
+def measure_copy_bandwidth(stopwatch: Stopwatch) -> float:
+    """Returns the bytes a second that a copy inside the device's memory reads and writes, the roof of a roofline."""
+    source = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    milliseconds = measure_device_time(lambda: target.copy_(source), stopwatch).ms.median
+    return 2 * source.numel() / (milliseconds / 1000)
+
+
+def read_gpu_state(run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run) -> dict[str, str] | None:
+    """Returns name, driver, clocks, temperature and power of the current GPU as `nvidia-smi` prints them.
+
+    Args:
+        run: starts a program, as `subprocess.run` does.
+
+    Returns:
+        The fields by name, or None where there is no `nvidia-smi`.
+    """
+    identity = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    query = f"--query-gpu={','.join(_STATE_FIELDS)}"
+    command = ["nvidia-smi", f"--id=GPU-{identity.removeprefix('GPU-')}", query, "--format=csv,noheader"]
+    try:
+        line = run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except FileNotFoundError:
+        return None
+    return dict(zip(_STATE_FIELDS, (word.strip() for word in line.split(",")), strict=True))
+
+
+def summary_fields(prefix: str, summary: Summary) -> dict[str, float]:
+    """Returns median, p20 and p80 as columns of a row, e.g. `forward_device_ms_median`."""
+    return {f"{prefix}_{name}": number for name, number in asdict(summary).items() if name != "repeats"}

@@ -1,0 +1,232 @@
+"""Measures the op on this machine's GPU.
+
+    python -m scripts.benchmark op        our op beside every peer that can be imported
+    python -m scripts.benchmark sweep     launch shapes of the plain kernels; --write keeps the fastest
+    python -m scripts.benchmark variants  what coalescing, unrolling, float32 atomics and careful timing are worth
+
+Each command prints a table and writes its rows as JSON, with GPU, driver, clocks, versions and commit.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models.environment import describe_environment
+from parity.peers import find_peers, own_implementations
+from parity.presets import PRESETS, make_preset_inputs
+from parity.speed import Row, Workload, compare_repeats, format_row, run_workload
+from parity.timing import CudaMeter, CudaStopwatch, measure_copy_bandwidth, measure_device_time, read_gpu_state
+
+SCHEMA = 1
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_SEED = 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit status."""
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    if getattr(options, "plot", None) and find_spec("matplotlib") is None:
+        parser.error(
+            "--plot needs matplotlib, got none; install it or leave the option out and plot the JSON elsewhere"
+        )
+    if not torch.cuda.is_available():
+        parser.error("a benchmark must run on an NVIDIA GPU, got none; run it on a machine with one")
+    options.run(options)
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the three commands."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="op|sweep|variants")
+
+    op = commands.add_parser("op", help="our op beside its peers")
+    _add_workloads(op, presets="encoder,decoder,dino,large", batches="1,4,32", dtypes="bf16,fp16,fp32")
+    op.add_argument("--plot", type=Path, help="picture of the device times (needs matplotlib)")
+    op.set_defaults(run=run_op, out=Path("results/op.json"))
+
+    sweep = commands.add_parser("sweep", help="launch shapes of the plain kernels")
+    _add_workloads(sweep, presets="encoder,decoder", batches="4", dtypes="bf16,fp32")
+    sweep.add_argument("--write", action="store_true", help="put the fastest shapes into the launch table")
+    sweep.set_defaults(run=run_sweep, out=Path("results/sweep.json"), plot=None)
+
+    variants = commands.add_parser("variants", help="instructive variants")
+    _add_workloads(variants, presets="encoder", batches="4", dtypes="bf16")
+    variants.set_defaults(run=run_variants, out=Path("results/variants.json"), plot=None)
+    return parser
+
+
+def parse_names(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Returns a reader of comma-separated names that refuses unknown ones."""
+
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"names must be of {', '.join(known)}, got {unknown[0]!r}; correct it")
+        return names
+
+    return parse
+
+
+def parse_counts(text: str) -> list[int]:
+    """Reads comma-separated positive numbers.
+
+    Raises:
+        argparse.ArgumentTypeError: if one is not.
+    """
+    words = text.split(",")
+    if not all(word.isdigit() and int(word) > 0 for word in words):
+        raise argparse.ArgumentTypeError(f"counts must be positive numbers, got {text!r}; pass for example 1,4")
+    return [int(word) for word in words]
+
+
+def parse_repeats(text: str) -> int:
+    """Reads how often to measure; percentiles want at least five."""
+    if not text.isdigit() or int(text) < 5:
+        raise argparse.ArgumentTypeError(f"repeats must be a number from 5 on, got {text!r}; pass for example 20")
+    return int(text)
+
+
+def run_op(options: argparse.Namespace) -> None:
+    """Times every implementation on every workload; the first one twice, which shows what a difference must exceed."""
+    found, missing = find_peers()
+    for package, reason in missing.items():
+        print(f"{package}: {reason}")
+    peers = [*own_implementations(), *found]
+    peers.append(peers[0])
+    roof = measure_copy_bandwidth(CudaStopwatch())
+    meter = CudaMeter(options.repeats)
+    rows: list[Row] = []
+    content = describe_run() | {"missing_peers": missing, "copy_gb_s": roof / 1e9, "rows": rows, "repeated": []}
+
+    def report(row: Row) -> None:
+        print(format_row(row, roof / 1e9), flush=True)
+        rows.append(row)
+        write_results(options.out, content)
+
+    for workload in draw_workloads(options):
+        first, *_, again = run_workload(workload, peers, meter, report)
+        if first["status"] == again["status"] == "timed":
+            content["repeated"].append(compare_repeats([first, again]))
+    write_results(options.out, content)
+    if options.plot is not None:
+        plot_rows(rows, options.plot)
+
+
+def run_sweep(options: argparse.Namespace) -> None:
+    """Times the plain kernels in every launch shape."""
+    from msda_op.triton.launch_table import TABLE_PATH, write_table
+    from parity.sweep import plain_launches, sweep_launch, table_entry
+
+    stopwatch = CudaStopwatch()
+    major, minor = torch.cuda.get_device_capability()
+    architecture = 10 * major + minor
+    content = describe_run() | {"rows": []}
+    measured_on = f"{torch.cuda.get_device_name()}, commit {content['environment']['commit']}"
+    entries = []
+    for workload in draw_workloads(options):
+        launches = plain_launches(workload.inputs)
+        for kernel in ("forward", "backward"):
+            swept = sweep_launch(
+                launches[kernel],
+                workload.inputs.value,
+                lambda call: measure_device_time(call, stopwatch, options.repeats).ms,
+            )
+            name = {"preset": workload.preset.name, "batch": workload.batch, "dtype": workload.dtype_name}
+            for row in swept:
+                content["rows"].append(name | {"kernel": kernel} | row)
+                print("  ".join(f"{key} {text}" for key, text in content["rows"][-1].items()), flush=True)
+            write_results(options.out, content)
+            best = table_entry(kernel, launches[kernel], workload.inputs, swept[0], architecture, measured_on)
+            entries.append(best)
+    if options.write:
+        write_table(TABLE_PATH, entries)
+        print(f"{len(entries)} entries written to {TABLE_PATH}")
+
+
+def run_variants(options: argparse.Namespace) -> None:
+    """Times the instructive variants."""
+    from parity.sweep import plain_launches
+    from parity.variants import backward_shapes, coalescing_and_unrolling, half_atomics, timing_pitfalls
+
+    stopwatch, repeats = CudaStopwatch(), options.repeats
+    content = describe_run() | {"rows": []}
+    for workload in draw_workloads(options):
+        inputs = workload.inputs
+        forward = plain_launches(inputs)["forward"]
+        rows = [
+            *coalescing_and_unrolling(inputs.value.device, inputs.value.dtype, stopwatch, repeats),
+            *half_atomics(inputs, stopwatch, repeats),
+            *backward_shapes(inputs, stopwatch, repeats),
+            *timing_pitfalls(partial(forward.run, inputs.value), stopwatch, repeats),
+        ]
+        name = {"preset": workload.preset.name, "batch": workload.batch, "dtype": workload.dtype_name}
+        for row in rows:
+            content["rows"].append(name | row)
+            print("  ".join(f"{key} {text}" for key, text in row.items()), flush=True)
+        write_results(options.out, content)
+
+
+def draw_workloads(options: argparse.Namespace) -> Iterator[Workload]:
+    """Yields the workloads asked for, one at a time, since large ones do not fit next to each other."""
+    for name, batch, dtype in product(options.presets, options.batches, options.dtypes):
+        inputs = make_preset_inputs(PRESETS[name], batch, DTYPES[dtype], torch.device("cuda"), _SEED)
+        yield Workload(PRESETS[name], batch, dtype, inputs)
+
+
+def describe_run() -> dict[str, Any]:
+    """Returns what a results file says beside its rows."""
+    return {"schema": SCHEMA, "environment": describe_environment(), "gpu": read_gpu_state()}
+
+
+def write_results(path: Path, content: dict[str, Any]) -> None:
+    """Writes a results file, whole, so that an interrupted run keeps the rows it has."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def plot_rows(rows: list[Row], path: Path) -> None:
+    """Draws device times of timed rows: a panel for each workload, a bar for each implementation."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    timed = [row for row in rows if row["status"] == "timed"]
+    panels = list(dict.fromkeys((row["preset"], row["batch"], row["dtype"]) for row in timed))
+    figure, axes = pyplot.subplots(len(panels), 1, figsize=(8, 2.2 * len(panels)), squeeze=False)
+    for axis, panel in zip(axes[:, 0], panels, strict=True):
+        shown = {row["implementation"]: row for row in timed if (row["preset"], row["batch"], row["dtype"]) == panel}
+        forward = [row["forward_device_ms_median"] for row in shown.values()]
+        backward = [row["backward_device_ms_median"] for row in shown.values()]
+        axis.barh(list(shown), forward, label="forward")
+        axis.barh(list(shown), backward, left=forward, label="backward")
+        axis.set_title("{}, batch {}, {}".format(*panel), fontsize=9)
+        axis.set_xlabel("device time, ms", fontsize=8)
+    axes[0, 0].legend(fontsize=8)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _add_workloads(parser: argparse.ArgumentParser, presets: str, batches: str, dtypes: str) -> None:
+    parser.add_argument("--presets", type=parse_names(list(PRESETS)), default=presets, help=f"of {', '.join(PRESETS)}")
+    parser.add_argument("--batches", type=parse_counts, default=batches)
+    parser.add_argument("--dtypes", type=parse_names(list(DTYPES)), default=dtypes, help=f"of {', '.join(DTYPES)}")
+    parser.add_argument("--repeats", type=parse_repeats, default="20", help="measurements of each time")
+    parser.add_argument("--out", type=Path, help="results file")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

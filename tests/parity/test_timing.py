@@ -1,0 +1,175 @@
+"""Percentiles, and the order in which a measurement queues its work; clocks are injected."""
+
+from subprocess import CompletedProcess
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from parity.timing import (
+    CudaMeter,
+    CudaStopwatch,
+    Summary,
+    capture_graph,
+    measure_copy_bandwidth,
+    measure_device_time,
+    measure_wall_time,
+    percentile,
+    read_gpu_state,
+    summarize,
+    summary_fields,
+)
+
+
+class RecordingStopwatch:
+    """A queue on a virtual device: each entry takes its time, and the log keeps their order."""
+
+    def __init__(self, clocks_mhz: tuple[float, ...] = (2000.0,)) -> None:
+        self.log: list[str] = []
+        self.now_ms = 0.0
+        self._clocks = list(clocks_mhz)
+
+    def work(self, name: str, milliseconds: float) -> None:
+        self.log.append(name)
+        self.now_ms += milliseconds
+
+    def flush_caches(self) -> None:
+        self.work("flush", 0.1)
+
+    def spin(self, cycles: int) -> None:
+        clock = self._clocks.pop(0) if len(self._clocks) > 1 else self._clocks[0]
+        self.work("spin", cycles / clock / 1000)
+
+    def mark(self) -> float:
+        self.log.append("mark")
+        return self.now_ms
+
+    def synchronize(self) -> None:
+        self.log.append("synchronize")
+
+    def elapsed_ms(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+@pytest.mark.parametrize(
+    ("samples", "fraction", "expected"),
+    [((3.0,), 0.2, 3.0), ((1.0, 2.0), 0.5, 1.5), ((5, 1, 4, 2, 3), 0.2, 1.8), ((5, 1, 4, 2, 3), 0.8, 4.2)],
+)
+def test_percentiles_interpolate(samples: tuple[float, ...], fraction: float, expected: float) -> None:
+    assert percentile(samples, fraction) == pytest.approx(expected)
+
+
+def test_percentiles_agree_with_torch() -> None:
+    samples = torch.rand(37, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for fraction in (0.0, 0.2, 0.5, 0.8, 1.0):
+        assert percentile(samples.tolist(), fraction) == pytest.approx(samples.quantile(fraction).item())
+
+
+@pytest.mark.parametrize(("samples", "fraction"), [((), 0.5), ((1.0,), 1.1)])
+def test_percentiles_of_nothing_are_refused(samples: tuple[float, ...], fraction: float) -> None:
+    with pytest.raises(ValueError, match=r"samples must not be empty and fraction must lie in 0\.\.1, got"):
+        percentile(samples, fraction)
+
+
+def test_summary_is_not_moved_by_an_outlier() -> None:
+    assert summarize([1.0] * 9 + [100.0]) == Summary(1.0, 1.0, 1.0, 10)
+    assert summary_fields("forward_ms", Summary(2.0, 1.0, 3.0, 5)) == {
+        "forward_ms_median": 2.0,
+        "forward_ms_p20": 1.0,
+        "forward_ms_p80": 3.0,
+    }
+
+
+def test_device_time_is_the_call_alone_with_the_host_ahead() -> None:
+    stopwatch = RecordingStopwatch()
+    time = measure_device_time(lambda: stopwatch.work("call", 0.25), stopwatch, repeats=6, warmup=2)
+    assert stopwatch.log[:2] == ["call", "call"]
+    assert stopwatch.log[2:9] == ["flush", "mark", "spin", "mark", "call", "mark", "synchronize"]
+    assert time.ms.median == pytest.approx(0.25)
+    assert time.ms.repeats == 6
+    assert time.clock_mhz is not None
+    assert time.clock_mhz.median == pytest.approx(2000)
+    assert not time.clocks_dropped
+
+
+def test_a_dropped_clock_is_reported() -> None:
+    stopwatch = RecordingStopwatch(clocks_mhz=(1980.0, 1980.0, 1500.0, 1980.0))
+    assert measure_device_time(lambda: None, stopwatch, repeats=5).clocks_dropped
+    steady = RecordingStopwatch(clocks_mhz=(1980.0, 1965.0))
+    assert not measure_device_time(lambda: None, steady, repeats=5).clocks_dropped
+
+
+def test_a_drained_queue_and_a_warm_cache_are_measured_when_asked_for() -> None:
+    stopwatch = RecordingStopwatch()
+    time = measure_device_time(lambda: None, stopwatch, 5, flushes=False, keeps_host_ahead=False)
+    assert "flush" not in stopwatch.log
+    assert "spin" not in stopwatch.log
+    assert stopwatch.log[:4] == ["mark", "synchronize", "mark", "mark"]
+    assert time.clock_mhz is None
+
+
+def test_wall_time_holds_the_wait_and_host_time_does_not() -> None:
+    now = SimpleNamespace(seconds=0.0)
+
+    def advance(seconds: float) -> None:
+        now.seconds += seconds
+
+    time = measure_wall_time(lambda: advance(0.001), lambda: advance(0.010), lambda: now.seconds, repeats=5)
+    assert time.host_ms.median == pytest.approx(1)
+    assert time.wall_ms.median == pytest.approx(11)
+
+
+@pytest.fixture
+def known_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))
+
+
+@pytest.mark.usefixtures("known_gpu")
+def test_state_is_read_and_nothing_is_set() -> None:
+    def run(command: list[str], **_: Any) -> CompletedProcess[str]:
+        assert command[:2] == ["nvidia-smi", "--id=GPU-12-34"]
+        assert all(word.startswith(("--id", "--query-gpu", "--format")) for word in command[1:])
+        return CompletedProcess(command, 0, "H200, 570.1, 1980 MHz, 1980 MHz, 3201 MHz, 41, 120.5 W\n")
+
+    state = read_gpu_state(run)
+    assert state is not None
+    assert (state["name"], state["clocks.sm"], state["power.draw"]) == ("H200", "1980 MHz", "120.5 W")
+
+
+@pytest.mark.usefixtures("known_gpu")
+def test_without_the_tool_there_is_no_state() -> None:
+    def run(*_: Any, **__: Any) -> CompletedProcess[str]:
+        raise FileNotFoundError
+
+    assert read_gpu_state(run) is None
+
+
+@pytest.mark.gpu
+def test_device_time_grows_with_the_work_and_not_with_the_host() -> None:
+    stopwatch = CudaStopwatch()
+    short, long = (
+        measure_device_time(lambda cycles=cycles: torch.cuda._sleep(cycles), stopwatch).ms.median
+        for cycles in (200_000, 2_000_000)
+    )
+    assert 5 < long / short < 15
+    meter = CudaMeter(repeats=5)
+    assert meter.wall_time(lambda: torch.cuda._sleep(2_000_000)).wall_ms.median > 0.9 * long
+    assert meter.peak_mib(lambda: torch.empty(64 * 2**20, dtype=torch.int8, device="cuda")) == pytest.approx(64)
+
+
+@pytest.mark.gpu
+def test_copy_bandwidth_is_that_of_a_gpu_and_its_state_is_known() -> None:
+    assert 1e11 < measure_copy_bandwidth(CudaStopwatch()) < 2e13
+    state = read_gpu_state()
+    assert state is None or state["name"] in torch.cuda.get_device_name()
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_repeats_the_call() -> None:
+    total = torch.zeros((), device="cuda")
+    replay = capture_graph(lambda: total.add_(1), calls=4)
+    before = total.item()
+    replay()
+    assert total.item() == before + 4
