@@ -115,7 +115,11 @@ def ms_deform_attn_backward(
         others = _by_autograd(buffer, grad_output, op, (value, sampling_locations, attention_weights), needs)
     remaining = iter(others)
     grad_locations, grad_weights = (next(remaining) if needed else None for needed in needs)
-    grad_value = None if buffer is None else _sum_of_buffers(buffer, previous_grad_value).to(value.dtype)
+    grad_value = None
+    if buffer is not None:
+        total = _sum_of_buffers(buffer, previous_grad_value)
+        # One buffer is its own sum, and a caller's is not to be given back as if it were a new tensor.
+        grad_value = total.to(value.dtype, copy=buffer is grad_value_buffer and previous_grad_value is None)
     return Gradients(grad_value, grad_locations, grad_weights)
 
 

@@ -1,10 +1,12 @@
 """The default list of cases on which implementations of the op are compared, and their seeded inputs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from msda_op.options import DEFAULT_OPTIONS, Options
 
 INPUT_NAMES = ("value", "sampling_locations", "attention_weights")
 
@@ -86,6 +88,14 @@ DEFAULT_CASES = (
     Case("weight gradient only", _UNEVEN, num_queries=5, gradients=("attention_weights",)),
 )
 
+# Together with the default options: every pair of choices of two options.
+OPTION_SETS = (
+    Options("zeros", True, "BNLC", "B2QHLP"),
+    Options("border", False, "BNLC", "B2QHLP"),
+    Options("border", True, "BLNC", "B2QHLP"),
+    Options("border", True, "BNLC", "BQHLP2"),
+)
+
 _LEVELS_800x1333 = ((100, 167), (50, 84), (25, 42), (13, 21))
 
 # Sizes of real training, for a GPU.
@@ -97,7 +107,16 @@ LARGE_CASES = (
 )
 
 
-def make_inputs(case: Case, dtype: torch.dtype, device: torch.device, seed: int) -> OpInputs:
+def suited_to(case: Case, options: Options) -> Case:
+    """Returns a case, its sizes replaced where the placement is exact for other options only."""
+    if case.placement == "centres" and options.align_corners:
+        return replace(case, spatial_shapes=((5, 9), (3, 2)))  # centre i of n pixels lies at i / (n - 1)
+    return case
+
+
+def make_inputs(
+    case: Case, dtype: torch.dtype, device: torch.device, seed: int, options: Options = DEFAULT_OPTIONS
+) -> OpInputs:
     """Draws the inputs of a case; equal seeds give equal numbers on every device.
 
     Args:
@@ -105,6 +124,7 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device, seed: int)
         dtype: dtype of value, attention weights and upstream gradient; locations are float32 (float64 for float64).
         device: where to put them.
         seed: of the generator.
+        options: layouts of value and locations, and the convention by which locations stand for pixels.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -116,32 +136,41 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device, seed: int)
     value_length = sum(h * w for h, w in case.spatial_shapes)
     value = normal(b, value_length, m, d)
     weights = normal(b, q, m, num_levels * k).softmax(-1).view(b, q, m, num_levels, k)
-    locations = _place(case, (b, q, m, num_levels, k, 2), generator)
+    locations = _place(case, (b, q, m, num_levels, k, 2), generator, options.align_corners)
     location_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    if options.value_layout == "BNLC":
+        value = value.transpose(1, 2).contiguous()
+    if options.sampling_locations_layout == "B2QHLP":
+        locations = locations.movedim(-1, 1).contiguous()
     drawn = (value.to(dtype), locations.to(location_dtype), weights.to(dtype), normal(b, q, m * d).to(dtype))
     placed = [tensor.to(device) if case.contiguous else _spread(tensor.to(device)) for tensor in drawn]
     value, locations, weights, grad_output = placed
     return OpInputs(value, case.spatial_shapes, locations, weights, grad_output)
 
 
-def _place(case: Case, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def _place(case: Case, shape: tuple[int, ...], generator: torch.Generator, align_corners: bool) -> Tensor:
     """Returns float64 locations `shape` (x, y) for the placement of a case."""
     uniform = torch.rand(shape, generator=generator, dtype=torch.float64)
     sizes_wh = torch.tensor([(w, h) for h, w in case.spatial_shapes], dtype=torch.float64)[:, None, :]
     if case.placement == "edges":
         return (uniform * 3 - 1).round().clamp(0, 1)
     if case.placement == "centres":
-        return ((uniform * (sizes_wh + 2)).floor() - 0.5) / sizes_wh
+        return _to_locations((uniform * (sizes_wh + 2)).floor() - 1, sizes_wh, align_corners)
     spread = 40.0 if case.placement == "far" else 1.6
     pixels = ((uniform - 0.5) * spread + 0.5) * sizes_wh - 0.5
     fraction = pixels - pixels.floor()
     pixels = pixels.floor() + _KINK_MARGIN + fraction * (1 - 2 * _KINK_MARGIN)
-    locations = (pixels + 0.5) / sizes_wh
+    locations = _to_locations(pixels, sizes_wh, align_corners)
     if case.placement == "broken":
         broken = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30, -1e30, 0.5, 0.5, 0.5], dtype=torch.float64)
         choice = torch.randint(len(broken), shape, generator=generator)
         locations = torch.where(broken[choice] == 0.5, locations, broken[choice])
     return locations
+
+
+def _to_locations(pixels: Tensor, sizes_wh: Tensor, align_corners: bool) -> Tensor:
+    """Returns the locations of pixel coordinates; with aligned corners all locations on one pixel are the same."""
+    return pixels / (sizes_wh - 1).clamp(min=1) if align_corners else (pixels + 0.5) / sizes_wh
 
 
 def _spread(tensor: Tensor) -> Tensor:

@@ -6,10 +6,12 @@ Nothing here prints or asserts; callers read the verdicts.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from msda_op.options import DEFAULT_OPTIONS, Options
 from msda_op.reference import ms_deform_attn_reference
 from parity.cases import INPUT_NAMES, OpInputs
 from parity.tolerances import GRADIENT, OUTPUT, Bound
@@ -99,11 +101,21 @@ def compare_results(
     )
 
 
-def compare_op(op: Op, inputs: OpInputs, gradients: tuple[str, ...]) -> tuple[Comparison, ...]:
-    """Compares an op with the reference on the same inputs: output, then the gradients asked for."""
+def compare_op(
+    op: Op, inputs: OpInputs, gradients: tuple[str, ...], options: Options = DEFAULT_OPTIONS
+) -> tuple[Comparison, ...]:
+    """Compares an op with the reference on the same inputs: output, then the gradients asked for.
+
+    Args:
+        op: what is judged; it knows the options itself.
+        inputs: drawn for these options.
+        gradients: names of the inputs that need a gradient.
+        options: conventions and layouts of the reference.
+    """
+    reference = partial(ms_deform_attn_reference, options=options)
     return compare_results(
-        evaluate(ms_deform_attn_reference, inputs.double(), gradients),
-        evaluate(ms_deform_attn_reference, inputs, gradients),
+        evaluate(reference, inputs.double(), gradients),
+        evaluate(reference, inputs, gradients),
         evaluate(op, inputs, gradients),
     )
 

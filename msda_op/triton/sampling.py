@@ -34,24 +34,18 @@ def load_level(spatial_shapes, level_start_index, level):
 def value_strides(value_length, M: tl.constexpr, D: tl.constexpr, HEAD_MAJOR: tl.constexpr):
     """Returns elements from one row of a batch item's value to the next, and from one head to the next."""
     if HEAD_MAJOR:
-        row_stride: tl.constexpr = D
-        head_stride = value_length * D
+        return D, value_length * D
     else:
-        row_stride: tl.constexpr = M * D
-        head_stride = D
-    return row_stride, head_stride
+        return M * D, D
 
 
 @triton.jit
 def pair_strides(num_samples, PAIR_FIRST: tl.constexpr):
     """Returns elements from one sample's (x, y) to the next, and from x to y; `num_samples` are those of an item."""
     if PAIR_FIRST:
-        sample_stride: tl.constexpr = 1
-        axis_stride = num_samples
+        return 1, num_samples
     else:
-        sample_stride: tl.constexpr = 2
-        axis_stride = 1
-    return sample_stride, axis_stride
+        return 2, 1
 
 
 @triton.jit

@@ -5,6 +5,8 @@ import torch
 
 import msda_op
 from msda_op import choose_backend, ms_deform_attn, require_backend
+from msda_op.backends import resolve_backend
+from msda_op.options import DEFAULT_OPTIONS
 
 SHAPES = ((3, 4), (1, 2))
 
@@ -87,3 +89,40 @@ def test_float64_value_is_refused_by_name_outside_the_reference() -> None:
 
 def test_package_offers_its_public_names() -> None:
     assert all(hasattr(msda_op, name) for name in msda_op.__all__)
+
+
+@pytest.fixture
+def installed_original(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("msda_op.compat.require_original_op", lambda device_type: None)
+
+
+@pytest.mark.usefixtures("installed_original")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"padding_mode": "border"}, r"backend must be 'triton' or 'reference' for options .*padding_mode='border'"),
+        ({"value_layout": "BNLC"}, r"backend must be 'triton' or 'reference' for options .*value_layout='BNLC'"),
+        ({"deterministic": True}, r"deterministic must be False or None for backend 'cuda'.*pass backend='triton'"),
+    ],
+)
+def test_original_op_refuses_what_it_does_not_have(changes: dict[str, object], message: str) -> None:
+    value, locations, weights = op_tensors()
+    if "value_layout" in changes:
+        value = value.transpose(1, 2)
+    with pytest.raises(ValueError, match=message):
+        ms_deform_attn(value, SHAPES, None, locations, weights, backend="cuda", **changes)
+
+
+@pytest.mark.usefixtures("installed_original")
+def test_original_op_follows_the_deterministic_mode_of_pytorch() -> None:
+    value, _, _ = op_tensors()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError, match=r"backend must be deterministic under torch\.use_deterministic"):
+            resolve_backend("cuda", value, DEFAULT_OPTIONS, None)
+        assert resolve_backend("cuda", value, DEFAULT_OPTIONS, False) == "cuda"
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with pytest.warns(UserWarning, match="got 'cuda', whose atomics add in any order"):
+            resolve_backend("cuda", value, DEFAULT_OPTIONS, None)
+    finally:
+        torch.use_deterministic_algorithms(False)

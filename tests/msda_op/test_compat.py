@@ -141,3 +141,19 @@ def test_original_op_keeps_the_bounds(dtype: torch.dtype, batch: int) -> None:
 @pytest.mark.parametrize(("batch", "step"), [(1, 1), (6, 6), (64, 64), (65, 13), (67, 1), (128, 64)])
 def test_step_divides_the_batch(batch: int, step: int) -> None:
     assert compat.batch_step(batch) == step
+
+
+@pytest.mark.parametrize("drop_in", [compat.MultiScaleDeformableAttnFunction, compat.MSDeformAttnFunction])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_drop_ins_have_the_signature_of_the_original(drop_in: type, dtype: torch.dtype) -> None:
+    inputs = make_inputs(Case("drop-in", SHAPES, num_queries=5), dtype, torch.device("cpu"), seed=0)
+    value, locations, weights = (getattr(inputs, name).to(dtype).requires_grad_() for name in INPUT_NAMES)
+    output = drop_in.apply(value, *TABLES, locations, weights, 64)  # type: ignore[attr-defined]
+    expected = ms_deform_attn_reference(value, SHAPES, locations.float(), weights)
+    assert output.dtype == dtype
+    assert torch.equal(output, expected)
+    for gradient, leaf in zip(
+        torch.autograd.grad(output.sum(), (value, locations, weights)), (value, locations, weights), strict=True
+    ):
+        assert gradient.dtype == leaf.dtype
+        assert gradient.abs().max() > 0

@@ -1,7 +1,5 @@
 """The kernels against the reference: 2x / 3x rule, three dtypes, uninitialised memory full of NaN."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -19,13 +17,7 @@ def triton_op(value: Tensor, shapes: tuple[tuple[int, int], ...], locations: Ten
     return ms_deform_attn(value, shapes, None, locations, weights, deterministic=False, backend="triton")
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """Fills what `torch.empty` returns with NaN, so that an element nobody writes fails a comparison."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(1000).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation")
