@@ -1,6 +1,6 @@
 """The fast path for Hopper GPUs (compute capability 9.0): one lane a sample, and a gradient of value by tensor cores.
 
-`supports` tells whether a call can take it; `forward`, `fused_forward`, `backward` and `fused_backward` run it, on plain
+`supports` tells whether a call can take it; `forward`, `fused_forward`, `backward`, `fused_backward` run it, on plain
 tensors and without autograd. What it does not take, the kernels of `msda_op.triton` do.
 
 Reading order: `primitives`, `samples`, `forward`, `buckets`, `backward`, `reduce`, `deterministic`, `launch`, `op`.

@@ -17,7 +17,7 @@ pair home to its sample lane.
 
 The gradient of value goes one of two ways, SCATTER:
     "atomics"   eight lanes add the 128-byte row of float32 of one pixel; for few samples.
-    "records"   each sample leaves 8 bytes in its bucket, see `write_record`; `reduce` turns buckets into gradients.
+    "records"   each sample leaves 8 bytes in its bucket, see `make_record`; `reduce` turns buckets into gradients.
     "none"      nobody asked for it.
 """
 
@@ -53,12 +53,12 @@ RECORD_SCALE = tl.constexpr(2048)
 
 
 @triton.jit
-def write_record(record, x, y, tile_left, tile_top, attention, query, mask):
-    """Writes the record of a sample; rounding must not carry it past the last pixel of the window."""
+def make_record(x, y, tile_left, tile_top, attention, query):
+    """Returns the two words of a sample's record; rounding must not carry it past the last pixel of the window."""
     column = tl.minimum(((x - tile_left + 1) * RECORD_SCALE + 0.5).to(tl.int32), (TILE_W + 2) * RECORD_SCALE - 1)
     row = tl.minimum(((y - tile_top + 1) * RECORD_SCALE + 0.5).to(tl.int32), (TILE_H + 2) * RECORD_SCALE - 1)
     half = attention.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    store_words2(record, (column << 16) | half, (query << 15) | row, mask)
+    return (column << 16) | half, (query << 15) | row
 
 
 @triton.jit
@@ -271,6 +271,7 @@ def backward_kernel(
             joins = counts & (weight_left + weight_right > 0) & (weight_top + weight_bottom > 0)
             bucket, tile_left, tile_top = find_bucket(left, top, query, level_bin)
             leader, rank, size = join_buckets(bucket, joins)
+            record = make_record(x, y, tile_left, tile_top, attention, query)
             seat = tl.atomic_add(counters + bucket * COUNTER_STRIDE, size, mask=joins & (lane == leader), sem="relaxed")
         step_height = height
         step_width = width
@@ -346,4 +347,4 @@ def backward_kernel(
                 store_pair(grad_offsets + 2 * sample, grad_x, grad_y, counts)
         if SCATTER == "records":
             seat = shuffle(seat, leader) + rank
-            write_record(records + seat * 2, x, y, tile_left, tile_top, attention, query, joins)
+            store_words2(records + seat * 2, record[0], record[1], joins)

@@ -64,7 +64,7 @@ def add_rows(sums, rows, weights, dtype: tl.constexpr):
 
 @triton.jit
 def add_and_halve(keeps_second, first, second, distance: tl.constexpr):
-    """Adds over two lanes at `distance`: one returns the sum of `first`, the one that `keeps_second` that of `second`."""
+    """Adds over two lanes at `distance`: one gets the sum of `first`, the one that `keeps_second` that of `second`."""
     return tl.where(keeps_second, second, first) + shuffle_xor(tl.where(keeps_second, first, second), distance)
 
 

@@ -150,6 +150,7 @@ def run_forward(call: Call) -> Tensor:
             WARPS=shape.warps,
             ITERATIONS=shape.iterations,
             num_warps=shape.warps,
+            maxnreg=shape.registers,
             **call.sizes,
         )
     return output
@@ -223,7 +224,7 @@ def _fill_starts(call: Call) -> Buckets:
     counters = torch.zeros(planes, plan.num_buckets, COUNTER_STRIDE.value, dtype=torch.int32, device=device)
     starts = torch.empty(planes, plan.num_buckets, dtype=torch.int32, device=device)
     records = torch.empty(planes, capacity, 2, dtype=torch.int32, device=device)
-    shape = call.launch_shape("backward")
+    shape = call.launch_shape("fused backward" if call.samples.reference else "backward")
     count_kernel[(call.count_programs(shape),)](
         call.levels(),
         plan.bins,
@@ -246,7 +247,7 @@ def _fill_starts(call: Call) -> Buckets:
 def _run_main(
     call: Call, grad_output: Tensor, wanted: Wanted, grad_value: Tensor | None, buckets: Buckets | None
 ) -> None:
-    shape = call.launch_shape("backward")
+    shape = call.launch_shape("fused backward" if call.samples.reference else "backward")
     batch_stride, head_stride, pixel_stride = call.strides
     backward_kernel[(call.count_programs(shape),)](
         call.value,
@@ -273,6 +274,7 @@ def _run_main(
         WARPS=shape.warps,
         ITERATIONS=shape.iterations,
         num_warps=shape.warps,
+        maxnreg=shape.registers,
         **call.sizes,
     )
 
@@ -308,7 +310,7 @@ def _combine_windows(call: Call, grad_output: Tensor, buckets: Buckets) -> Tenso
         buckets.records.view(torch.int64),
         buckets.plan.num_buckets,
         buckets.records.shape[1],
-        BLOCK=min(_SORT_BLOCK, triton.next_power_of_2(buckets.records.shape[1])),
+        BLOCK=min(_SORT_BLOCK, max(32, triton.next_power_of_2(buckets.records.shape[1]))),
         num_warps=1,
     )
     windows = torch.empty(
