@@ -49,6 +49,7 @@ class EncoderDecoder(nn.Module):
         inverse_sigmoid_eps: float,
         gradient_checkpointing: bool,
         backend: str,
+        fused: bool,
         decoder_norm: nn.Module | None,
         ref_point_head: nn.Module | None,
         look_forward_twice: bool,
@@ -69,6 +70,7 @@ class EncoderDecoder(nn.Module):
             inverse_sigmoid_eps: see `models.boxes.inverse_sigmoid`.
             gradient_checkpointing: whether training recomputes each layer in the backward pass to save memory.
             backend: backend of the op, one of `msda_op.BACKENDS`.
+            fused: whether the op takes offsets and logits instead of locations and weights, see `MSDeformAttn`.
             decoder_norm: see `models.decoder.DeformableDecoder`, as the next two.
             ref_point_head: see there.
             look_forward_twice: see there.
@@ -88,6 +90,7 @@ class EncoderDecoder(nn.Module):
                 dim_feedforward=dim_feedforward,
                 dropout=dropout,
                 backend=backend,
+                fused=fused,
             )
             for _ in range(num_encoder_layers)
         ]
@@ -100,6 +103,7 @@ class EncoderDecoder(nn.Module):
                 dim_feedforward=dim_feedforward,
                 dropout=dropout,
                 backend=backend,
+                fused=fused,
             )
             for _ in range(num_decoder_layers)
         ]
@@ -156,7 +160,7 @@ class DeformableTransformer(EncoderDecoder):
 
         Args:
             two_stage: whether the queries start from the encoder's best proposals instead of learned embeddings.
-            **settings: see `EncoderDecoder`, up to `backend`.
+            **settings: see `EncoderDecoder`, up to `fused`.
         """
         super().__init__(decoder_norm=None, ref_point_head=None, look_forward_twice=False, **settings)
         self.two_stage = two_stage

@@ -21,11 +21,17 @@ class DeformableEncoderLayer(nn.Module):
         dim_feedforward: int,
         dropout: float,
         backend: str,
+        fused: bool,
     ) -> None:
         """Creates the layer; see `models.deformable_transformer.DeformableTransformer` for the arguments."""
         super().__init__()
         self.self_attn = MSDeformAttn(
-            d_model=d_model, num_heads=num_heads, num_levels=num_levels, num_points=num_points, backend=backend
+            d_model=d_model,
+            num_heads=num_heads,
+            num_levels=num_levels,
+            num_points=num_points,
+            backend=backend,
+            fused=fused,
         )
         self.dropout1 = nn.Dropout(dropout)
         self.norm1 = nn.LayerNorm(d_model)

@@ -14,7 +14,9 @@ class MSDeformAttn(nn.Module):
     output(q) = sum_m W_m sum_l sum_k A_mlqk W'_m x_l(p_q + offset_mlqk)  (arXiv 2010.04159, eq. 3)
     """
 
-    def __init__(self, *, d_model: int, num_heads: int, num_levels: int, num_points: int, backend: str) -> None:
+    def __init__(
+        self, *, d_model: int, num_heads: int, num_levels: int, num_points: int, backend: str, fused: bool
+    ) -> None:
         """Creates the projections.
 
         Args:
@@ -23,6 +25,8 @@ class MSDeformAttn(nn.Module):
             num_levels: number of feature levels L.
             num_points: number of sampling points K of a head on each level.
             backend: backend of the op, one of `msda_op.BACKENDS`.
+            fused: whether the op itself computes locations and softmax, which saves their memory and traffic; the
+                results agree up to rounding.
 
         Raises:
             ValueError: if d_model is not a multiple of num_heads, or the backend is unknown.
@@ -36,6 +40,7 @@ class MSDeformAttn(nn.Module):
         self.num_levels = num_levels
         self.num_points = num_points
         self.backend = backend
+        self.fused = fused
         self.sampling_offsets = nn.Linear(d_model, num_heads * num_levels * num_points * 2)
         self.attention_weights = nn.Linear(d_model, num_heads * num_levels * num_points)
         self.value_proj = nn.Linear(d_model, d_model)
@@ -78,16 +83,17 @@ class MSDeformAttn(nn.Module):
             whatever the autocast dtype.
         """
         value = self.value_proj(features).masked_fill(padding_mask.unsqueeze(-1), 0.0)
-        offsets = self.sampling_offsets(query).float().unflatten(-1, (self.num_heads, self.num_levels, -1, 2))
-        weights = self.attention_weights(query).float().unflatten(-1, (self.num_heads, -1)).softmax(-1)
-        sampled = msda_op.ms_deform_attn(
-            value.unflatten(-1, (self.num_heads, -1)),
-            spatial_shapes,
-            None,
-            msda_op.sampling_locations_from_offsets(reference_points, offsets, spatial_shapes),
-            weights.unflatten(-1, (self.num_levels, self.num_points)),
-            backend=self.backend,
-        )
+        value = value.unflatten(-1, (self.num_heads, -1))
+        offsets = self.sampling_offsets(query).unflatten(-1, (self.num_heads, self.num_levels, -1, 2))
+        logits = self.attention_weights(query).unflatten(-1, (self.num_heads, -1))
+        if self.fused:
+            sampled = msda_op.fused_ms_deform_attn(
+                value, spatial_shapes, None, reference_points.float(), offsets, logits, backend=self.backend
+            )
+        else:
+            locations = msda_op.sampling_locations_from_offsets(reference_points, offsets, spatial_shapes)
+            weights = logits.float().softmax(-1).unflatten(-1, (self.num_levels, self.num_points))
+            sampled = msda_op.ms_deform_attn(value, spatial_shapes, None, locations, weights, backend=self.backend)
         return self.output_proj(sampled)
 
     def _initial_offsets(self) -> Tensor:

@@ -32,6 +32,7 @@ TRANSFORMER = {
     "inverse_sigmoid_eps": 1e-5,
     "gradient_checkpointing": False,
     "backend": "reference",
+    "fused": True,
 }
 VARIANTS: dict[str, dict[str, bool]] = {
     "base": {"box_refine": False, "two_stage": False},

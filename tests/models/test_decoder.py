@@ -21,6 +21,7 @@ def build(gradient_checkpointing: bool = False, **overrides: Any) -> DeformableD
             dim_feedforward=24,
             dropout=0.2,
             backend="reference",
+            fused=True,
         )
         for _ in range(3)
     ]

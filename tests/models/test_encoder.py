@@ -17,6 +17,7 @@ def build(gradient_checkpointing: bool = False) -> DeformableEncoder:
             dim_feedforward=24,
             dropout=0.2,
             backend="reference",
+            fused=True,
         )
         for _ in range(2)
     ]

@@ -81,6 +81,7 @@ def build_model(settings: dict[str, Any]) -> DeformableDetr:
             inverse_sigmoid_eps=1e-5,
             gradient_checkpointing=False,
             backend="reference",
+            fused=True,
         ),
         num_classes=91,
         box_refine=settings.get("with_box_refine", False),

@@ -13,12 +13,12 @@ NUM_PIXELS = 19
 
 
 def build(**overrides: object) -> MSDeformAttn:
-    settings = {"d_model": 16, "num_heads": 4, "num_levels": 2, "num_points": 3, "backend": "reference"}
+    settings = {"d_model": 16, "num_heads": 4, "num_levels": 2, "num_points": 3, "backend": "reference", "fused": True}
     return MSDeformAttn(**settings | overrides)
 
 
-def randomized() -> MSDeformAttn:
-    attention = build()
+def randomized(fused: bool = True) -> MSDeformAttn:
+    attention = build(fused=fused)
     torch.manual_seed(0)
     for parameter in attention.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -45,7 +45,7 @@ def test_offsets_at_initialisation() -> None:
 
 
 def test_weights_at_initialisation_are_equal_and_projections_xavier(monkeypatch: pytest.MonkeyPatch) -> None:
-    attention = build()
+    attention = build(fused=False)
     seen = {}
 
     def record(value: Tensor, shapes: Any, starts: None, locations: Tensor, weights: Tensor, backend: str) -> Tensor:
@@ -88,9 +88,38 @@ def test_locations_and_weights_stay_float32_under_autocast(
 
     monkeypatch.setattr(msda_op, "ms_deform_attn", record)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = randomized()(*inputs(reference_size))
+        output = randomized(fused=False)(*inputs(reference_size))
     assert output.shape == (2, 7, 16)
     assert seen == {"value": torch.bfloat16, "locations": torch.float32, "weights": torch.float32}
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("reference_size", [2, 4])
+def test_fused_op_gives_the_same_results(reference_size: int, autocast: bool) -> None:
+    results = []
+    for fused in (True, False):
+        attention, tensors = randomized(fused), inputs(reference_size)
+        tensors[1].requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            output = attention(*tensors)
+        output.float().square().sum().backward()
+        results.append([output, tensors[1].grad, *(parameter.grad for parameter in attention.parameters())])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_fused_op_gets_offsets_and_logits_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+    original = msda_op.fused_ms_deform_attn
+
+    def record(value: Tensor, shapes: Any, starts: None, *others: Tensor, backend: str) -> Tensor:
+        seen["dtypes"] = [tensor.dtype for tensor in (value, *others)]
+        return original(value, shapes, starts, *others, backend=backend)
+
+    monkeypatch.setattr(msda_op, "fused_ms_deform_attn", record)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        randomized()(*inputs())
+    assert seen["dtypes"] == [torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16]
 
 
 def test_every_parameter_and_input_gets_a_gradient() -> None:
