@@ -141,7 +141,7 @@ def _compile_for(architecture: int, pattern: str) -> list[KernelReport]:
     torch.set_num_threads(1)
     found: dict[str, tuple[RecordedLaunch, list[ShippedCall]]] = {}
     for call in shipped_calls():
-        if re.search(pattern, call.name):
+        if call.architecture in (None, architecture) and re.search(pattern, call.name):
             with targeting(architecture), record_launches() as launches:
                 call.run()
             for each in launches:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from msda_op.options import DEFAULT_OPTIONS, Options
-from msda_op.triton import launch
+from msda_op.triton import hopper, launch
 from msda_op.triton.launch import Inputs, Needs, Targets
 from parity.presets import PRESETS, Preset
 
@@ -39,12 +39,14 @@ class ShippedCall:
         judged: whether problems of the machine code count; not where a caller asks for half atomics, which the
             documentation warns of.
         run: calls the launch module.
+        architecture: the only compute capability that has this path; None where all have it.
     """
 
     name: str
     head_dim: int
     judged: bool
     run: Callable[[], Any]
+    architecture: int | None = None
 
 
 class UnallocatedCudaTensor(Tensor):
@@ -70,6 +72,8 @@ def shipped_calls() -> list[ShippedCall]:
         calls += _pass_calls(f"encoder bf16 {name}", PRESETS["encoder"], torch.bfloat16, 0, [_TRAINING], options)
     calls += _pass_calls("encoder bf16 fused boxes", PRESETS["encoder"], torch.bfloat16, 4, [_REFINING])
     calls += _accumulation_calls(PRESETS["encoder"])
+    for name, dtype_name in (("encoder", "bf16"), ("encoder", "fp16"), ("decoder", "bf16")):
+        calls += _hopper_calls(PRESETS[name], dtype_name)
     return calls
 
 
@@ -121,6 +125,28 @@ def _accumulation_calls(preset: Preset) -> Iterator[ShippedCall]:
     targets = Targets(buffers, torch.empty_like(inputs.points), torch.empty_like(inputs.scores), None)
     into_buffers = partial(launch.accumulate_backward, grad_output, inputs, DEFAULT_OPTIONS, False, targets)
     yield ShippedCall(f"{preset.name} fp16 backward into four buffers", preset.head_dim, True, into_buffers)
+
+
+def _hopper_calls(preset: Preset, dtype_name: str) -> Iterator[ShippedCall]:
+    """Yields the fast path of sm_90 by its own functions, on head-major values, with both ways to their gradient."""
+    shapes, dtype = preset.spatial_shapes, DTYPES[dtype_name]
+    grad_output, plain = unallocated_inputs(preset, dtype, 0, _HEAD_MAJOR)
+    fused = unallocated_inputs(preset, dtype, 2, _HEAD_MAJOR)[1]
+    assert fused.reference_points is not None
+    samples = (plain.value, shapes, plain.points, plain.scores)
+    offsets = (fused.value, shapes, fused.reference_points, fused.points, fused.scores)
+    backward = partial(hopper.backward, grad_output, *samples, value_layout="BNLC")
+    runs: dict[str, Callable[[], Any]] = {
+        "forward": partial(hopper.forward, *samples, value_layout="BNLC"),
+        "fused forward": partial(hopper.fused_forward, *offsets, value_layout="BNLC"),
+        "backward by records": partial(backward, scatter="records"),
+        "backward by atomics": partial(backward, scatter="atomics"),
+        "deterministic backward": partial(backward, deterministic=True),
+        "backward of a frozen value": partial(backward, compute_grad_value=False),
+        "fused backward": partial(hopper.fused_backward, grad_output, *offsets, value_layout="BNLC"),
+    }
+    for words, run in runs.items():
+        yield ShippedCall(f"hopper {preset.name} {dtype_name} {words}", preset.head_dim, True, run, architecture=90)
 
 
 def unallocated_inputs(
