@@ -24,16 +24,18 @@ class Peer:
     Args:
         name: as in a report.
         op: the call, as `parity.comparisons` makes it; its level table reaches the device once and stays there.
+        captured: whether it promises never to wait for the device, so that a CUDA graph can capture it.
     """
 
     name: str
     op: Op
+    captured: bool = False
 
 
 def own_implementations() -> list[Peer]:
     """Returns this project's kernels and its reference, which is `grid_sample` and sums."""
     return [
-        Peer("msda_op triton", _with_tables(partial(ms_deform_attn, backend="triton"))),
+        Peer("msda_op triton", _with_tables(partial(ms_deform_attn, backend="triton")), captured=True),
         Peer("msda_op reference", _reference),
     ]
 

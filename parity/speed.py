@@ -72,7 +72,8 @@ def measure_row(peer: Peer, workload: Workload, judge: Judge, meter: Meter) -> R
 
     Returns:
         A row of plain JSON values: `status` is "timed", "refused" (inaccurate; `reason` says where, nothing is timed)
-        or "failed" (it raised; `reason` is its message). Times in ms, memory in MiB, bandwidths in GB/s.
+        or "failed" (it raised; `reason` is its message). Times in ms, memory in MiB, bandwidths in GB/s. What can be
+        captured has the times of a CUDA graph too, of the forward pass and of both.
     """
     row: Row = {
         "preset": workload.preset.name,
@@ -120,6 +121,9 @@ def _measure(peer: Peer, workload: Workload, meter: Meter) -> Row:
         return torch.autograd.grad(run_forward(), leaves, inputs.grad_output)
 
     row: Row = {"peak_mib": meter.peak_mib(run_both)}
+    if peer.captured:
+        row |= summary_fields("forward_graph_ms", meter.graph_time(run_forward))
+        row |= summary_fields("both_graph_ms", meter.graph_time(run_both))
     output = run_forward()
 
     def run_backward() -> tuple[Tensor, ...]:
@@ -184,6 +188,8 @@ def format_row(row: Row, copy_gb_s: float) -> str:
         parts.append(
             f"{each} {median:.4f} [{p20:.4f}, {p80:.4f}] wall {wall:.4f} host {host:.4f} ms, {share:.0%} of a copy"
         )
+    if "forward_graph_ms_median" in row:
+        parts.append(f"graph {row['forward_graph_ms_median']:.4f}, both {row['both_graph_ms_median']:.4f} ms")
     parts.append(f"peak {row['peak_mib']:.0f} MiB")
     if row["clocks_dropped"]:
         parts.append("WARNING clocks dropped between repeats: time it again on a cool, idle card")

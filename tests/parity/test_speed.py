@@ -34,6 +34,10 @@ class FixedMeter:
         call()
         return WallTime(Summary(3.0, 2.0, 4.0, 5), Summary(1.0, 1.0, 1.0, 5))
 
+    def graph_time(self, call: Callable[[], Any]) -> Summary:
+        call()
+        return Summary(0.25, 0.25, 0.25, 5)
+
     def peak_mib(self, call: Callable[[], Any]) -> float:
         call()
         return 12.0
@@ -66,6 +70,14 @@ def test_an_accurate_op_is_timed(workload: Workload) -> None:
     assert row["forward_gb_s"] == pytest.approx(workload.traffic.forward / 0.5e-3 / 1e9)
     assert set(row["relative_errors"]) == {"output", "value", "sampling_locations", "attention_weights"}
     assert json.loads(json.dumps(row)) == row
+
+
+def test_only_what_can_be_captured_is_timed_in_a_graph(workload: Workload) -> None:
+    peers = [Peer("captured", ms_deform_attn_reference, captured=True), Peer("other", ms_deform_attn_reference)]
+    captured, other = run_workload(workload, peers, FixedMeter(), lambda row: None)
+    assert captured["forward_graph_ms_median"] == captured["both_graph_ms_p80"] == 0.25
+    assert not any("graph" in name for name in other)
+    assert "graph 0.2500, both 0.2500 ms" in format_row(captured, 4000.0)
 
 
 def shift(value: Tensor, shapes: Shapes, locations: Tensor, weights: Tensor) -> Tensor:

@@ -173,3 +173,9 @@ def test_a_replayed_graph_repeats_the_call() -> None:
     before = total.item()
     replay()
     assert total.item() == before + 4
+
+
+@pytest.mark.gpu
+def test_a_graph_leaves_out_the_gaps_between_calls() -> None:
+    meter, tensor = CudaMeter(repeats=5), torch.zeros(1, device="cuda")
+    assert meter.graph_time(lambda: tensor.add_(1)).median < meter.wall_time(lambda: tensor.add_(1)).wall_ms.median
