@@ -24,7 +24,7 @@ class Detector(pl.LightningModule):
     and `image_ids`.
 
     Args:
-        model: Maps an ImageBatch to a DetectorOutput.
+        model: Maps an ImageBatch, and in training the Targets that it may learn to denoise, to a DetectorOutput.
         criterion: Maps output and targets to the weighted loss and its terms.
         normalizer: Maps raw images to an ImageBatch on the device.
         optimizer: Settings of the optimiser and its parameter groups.
@@ -51,13 +51,14 @@ class Detector(pl.LightningModule):
         self.top_k = top_k
 
     def forward(self, batch: dict[str, Any]) -> DetectorOutput:
-        """Runs the model on a batch."""
+        """Runs the model on a batch, without its targets."""
         return self.model(self.normalizer(batch["images"], batch["padding_mask"]))
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Returns the weighted loss; logs it and its terms where a log window closes."""
         targets = Targets(batch["labels"], batch["boxes_cxcywh"], batch["num_targets"])
-        losses = self.criterion(self(batch), targets, self._mean_over_processes)
+        output = self.model(self.normalizer(batch["images"], batch["padding_mask"]), targets)
+        losses = self.criterion(output, targets, self._mean_over_processes)
         if closes_log_window(self.trainer, batch_idx):
             batch_size = len(batch["image_ids"])
             self.log("train/loss", losses.total, prog_bar=True, batch_size=batch_size)

@@ -55,7 +55,7 @@ class DinoTransformer(EncoderDecoder):
 
         Args:
             d_model: width C of features and queries, a multiple of 4 and of the number of heads.
-            **settings: see `models.deformable_transformer.EncoderDecoder`, up to `backend`.
+            **settings: see `models.deformable_transformer.EncoderDecoder`, up to `fused`.
         """
         super().__init__(
             d_model=d_model,

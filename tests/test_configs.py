@@ -99,6 +99,52 @@ def test_published_recipes(experiment, box_refine, two_stage):
     assert cfg.detector.top_k == 100
 
 
+@pytest.mark.parametrize(
+    ("experiment", "epochs", "drop", "levels", "finest_stride", "batch_size"),
+    [
+        ("dino_r50_4scale_12ep", 12, 11, 4, 8, 2),
+        ("dino_r50_4scale_24ep", 24, 20, 4, 8, 2),
+        ("dino_r50_4scale_36ep", 36, 30, 4, 8, 2),
+        ("dino_r50_5scale_12ep", 12, 11, 5, 4, 1),
+    ],
+)
+def test_published_dino_recipes(experiment, epochs, drop, levels, finest_stride, batch_size):
+    cfg = composed(f"experiment={experiment}", COCO_ROOT)
+    assert (cfg.optimizer.lr, cfg.optimizer.backbone_lr, cfg.optimizer.slow_modules) == (1e-4, 1e-5, [])
+    assert (cfg.trainer.max_epochs, cfg.schedule.milestones, cfg.schedule.gamma) == (epochs, [drop], 0.1)
+    assert (cfg.optimizer.weight_decay, cfg.trainer.gradient_clip_val) == (1e-4, 0.1)
+    assert (cfg.backbone.weights, cfg.backbone.norm, cfg.backbone.finest_stride) == (
+        "imagenet",
+        "frozen",
+        finest_stride,
+    )
+    network = cfg.model.transformer
+    assert (network.num_queries, network.dim_feedforward, network.dropout) == (900, 2048, 0.0)
+    assert (network.num_feature_levels, cfg.backbone.finest_stride) == (levels, finest_stride)
+    assert (cfg.data.batch_size, cfg.detector.top_k) == (batch_size, 300)
+
+
+def test_settings_of_dino_on_which_sources_disagree():
+    cfg = composed("model=dino_4scale")
+    assert cfg.model.transformer.inverse_sigmoid_eps == 1e-3
+    assert (cfg.model.position_encoding.temperature, cfg.model.position_encoding.offset) == (20, 0.0)
+    assert cfg.criterion.loss_weights == {"loss_ce": 1.0, "loss_bbox": 5.0, "loss_giou": 2.0}
+    assert (cfg.criterion.matcher.cost_class, cfg.criterion.matcher.cost_bbox) == (2.0, 5.0)
+    denoising = cfg.model.denoising
+    assert (denoising.num_queries, denoising.max_queries) == (100, 400)
+    assert (denoising.label_noise_ratio, denoising.box_noise_scale) == (0.5, 1.0)
+
+
+def test_dino_brings_its_criterion_and_optimiser():
+    cfg = composed("experiment=overfit_subset", COCO_ROOT, "model=dino_4scale")
+    assert cfg.model._target_ == "models.dino.Dino"
+    assert (cfg.criterion.loss_weights.loss_ce, cfg.optimizer.slow_modules, cfg.detector.top_k) == (1.0, [], 300)
+    assert composed("experiment=overfit_subset", COCO_ROOT).criterion.loss_weights.loss_ce == 2.0
+    named = composed("model=dino_4scale", "criterion=deformable_detr", "optimizer=adamw", "detector.top_k=100")
+    assert (named.criterion.loss_weights.loss_ce, named.detector.top_k) == (2.0, 100)
+    assert named.optimizer.slow_modules == ["reference_points", "sampling_offsets"]
+
+
 @pytest.mark.parametrize("group", ["op", "precision"])
 def test_every_key_of_a_plain_group_is_read(group):
     """Groups without `_target_` are read by name, so that a key that nobody reads would go unseen."""
