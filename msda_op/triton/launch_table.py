@@ -1,8 +1,8 @@
-"""Launch shapes that were measured on a card: the data table `launch_table.json` and how it is read.
+"""Launch shapes of the plain kernels: the data table `launch_table.json`, and the rule for what is not in it.
 
 `python -m scripts.benchmark sweep --write` measures them and writes the table. `triton.autotune` would choose at run
 time, but it runs a kernel many times on the live tensors of a training step, and each run of the backward kernel adds
-to the gradient of value once more. Where the table has no entry, the rule in `msda_op.triton.launch` decides.
+to the gradient of value once more.
 """
 
 import json
@@ -17,12 +17,16 @@ SCHEMA = 1
 # Queries of one head over the whole batch from which on a card is full, however small its tiles are.
 MANY_QUERIES = 16384
 
+# Elements of a [BLOCK_Q, BLOCK_K, BLOCK_D] tile that one warp keeps in registers (16 a lane).
+_WARP_ELEMENTS = 512
+_MAX_WARPS = 8
+
 
 class LaunchKey(NamedTuple):
     """What a launch shape depends on.
 
     Args:
-        architecture: compute capability, e.g. 90.
+        architecture: compute capability, e.g. 90; None for the interpreter.
         kernel: which pass.
         element_bytes: of value.
         block_k: points of a tile, a power of two.
@@ -30,7 +34,7 @@ class LaunchKey(NamedTuple):
         regime: "many" where B*Q reaches `MANY_QUERIES` (an encoder), else "few" (a decoder).
     """
 
-    architecture: int
+    architecture: int | None
     kernel: Literal["forward", "backward"]
     element_bytes: int
     block_k: int
@@ -63,9 +67,21 @@ def choose_regime(batch: int, num_queries: int) -> Literal["few", "many"]:
     return "many" if batch * num_queries >= MANY_QUERIES else "few"
 
 
-def find_shape(key: LaunchKey) -> LaunchShape | None:
-    """Returns the measured shape for a key, or None where there is none."""
-    return _measured_shapes().get(key)
+def choose_shape(key: LaunchKey) -> LaunchShape:
+    """Returns the measured shape for a key, or by rule one that fills one warp.
+
+    With one warp the reductions over points and channels need no shared memory and no barrier; several share a query
+    only where it has more elements. Below sm_90 the backward kernel takes half as many: it adds scalars there, each at
+    an address in registers of its own, and twice the shape spills (255 registers; half the shape needs about 110).
+    """
+    measured = _measured_shapes().get(key)
+    if measured is not None:
+        return measured
+    adds_scalars = key.kernel == "backward" and key.architecture is not None and key.architecture < 90
+    elements = _WARP_ELEMENTS // 2 if adds_scalars else _WARP_ELEMENTS
+    query_elements = key.block_k * key.block_d
+    block_q = max(1, elements // query_elements)
+    return LaunchShape(block_q, min(_MAX_WARPS, max(1, block_q * query_elements // elements)))
 
 
 def read_table(path: Path) -> list[Entry]:

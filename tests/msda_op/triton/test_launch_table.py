@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from msda_op.triton import launch_table
 from msda_op.triton.launch_table import (
     MANY_QUERIES,
     SCHEMA,
@@ -13,7 +14,7 @@ from msda_op.triton.launch_table import (
     LaunchKey,
     LaunchShape,
     choose_regime,
-    find_shape,
+    choose_shape,
     read_table,
     write_table,
 )
@@ -30,11 +31,28 @@ def test_shipped_table_is_sound() -> None:
         assert entry.shape.num_warps in (1, 2, 4, 8)
         assert entry.milliseconds > 0
         assert entry.measured_on
-        assert find_shape(entry.key) == entry.shape
+        assert choose_shape(entry.key) == entry.shape
 
 
-def test_unknown_keys_have_no_shape() -> None:
-    assert find_shape(KEY._replace(architecture=75)) is None
+@pytest.mark.parametrize(
+    ("block_k", "block_d", "expected"), [(4, 32, (4, 1)), (4, 8, (16, 1)), (4, 64, (2, 1)), (16, 256, (1, 8))]
+)
+def test_rule_fills_a_warp_and_grows_only_for_wide_heads(block_k: int, block_d: int, expected: tuple[int, int]) -> None:
+    for architecture in (None, 75):  # the interpreter, and a card that nobody has measured
+        assert choose_shape(LaunchKey(architecture, "forward", 2, block_k, block_d, "few")) == expected
+
+
+def test_backward_takes_half_as_much_where_atomics_are_scalar() -> None:
+    key = LaunchKey(None, "backward", 3, 4, 32, "many")  # no value has elements of 3 bytes: never in the table
+    assert choose_shape(key) == choose_shape(key._replace(architecture=90)) == (4, 1)
+    assert choose_shape(key._replace(architecture=89)) == (2, 1)
+    assert choose_shape(key._replace(architecture=80, block_d=256)) == (1, 4)
+
+
+def test_a_measured_shape_comes_before_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_table, "_measured_shapes", lambda: {KEY: LaunchShape(32, 8)})
+    assert choose_shape(KEY) == (32, 8)
+    assert choose_shape(KEY._replace(regime="few")) == (4, 1)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
