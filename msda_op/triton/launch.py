@@ -4,7 +4,7 @@ Points and scores stand for locations and attention weights, or, where reference
 logits of the fused op. What a launch consists of is a `Launch`, so that it can be looked at without being run.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -15,12 +15,12 @@ from msda_op.options import Options, Sizes, read_sizes
 from msda_op.policy import accumulator_dtype
 from msda_op.triton.backward import backward_kernel
 from msda_op.triton.forward import forward_kernel
+from msda_op.triton.launch_table import LaunchKey, choose_regime, choose_shape
 from msda_op.triton.plan import choose_kernels
 from msda_op.triton.sorted_gradient import cell_kernel, gather_kernel
 
-# Elements of a [BLOCK_Q, BLOCK_K, BLOCK_D] tile that one warp keeps in registers (16 a lane).
-_WARP_ELEMENTS = 512
-_MAX_WARPS = 8
+# Elements of a [BLOCK_I, BLOCK_D] tile of `gather_kernel`, which one warp keeps in registers (16 a lane).
+_GATHER_ELEMENTS = 512
 # Samples of a block of `cell_kernel`, which does little with each.
 _CELL_BLOCK = 256
 _MAX_INT32 = 2**31 - 1
@@ -81,15 +81,18 @@ class Launch(NamedTuple):
             kernel[(self.num_programs,)](**self.arguments, num_warps=self.num_warps)
 
 
-def choose_tile(head_dim: int, num_points: int) -> Tile:
-    """Returns a tile that fills one warp; more warps only where a single query needs them.
+def choose_tile(stage: Literal["forward", "backward"], value: Tensor, sizes: Sizes) -> Tile:
+    """Returns the tile of a pass: all points and channels of a head, as many queries as the launch table says."""
+    block_k, block_d = triton.next_power_of_2(sizes.num_points), triton.next_power_of_2(sizes.head_dim)
+    capability = _capability_of(value)
+    architecture = None if capability is None else 10 * capability[0] + capability[1]
+    regime = choose_regime(sizes.batch, sizes.num_queries)
+    shape = choose_shape(LaunchKey(architecture, stage, value.element_size(), block_k, block_d, regime))
+    return Tile(shape.block_q, block_k, block_d, shape.num_warps)
 
-    With one warp the reductions over points and channels need no shared memory and no barrier.
-    """
-    block_k, block_d = triton.next_power_of_2(num_points), triton.next_power_of_2(head_dim)
-    block_q = max(1, _WARP_ELEMENTS // (block_k * block_d))
-    num_warps = min(_MAX_WARPS, max(1, block_q * block_k * block_d // _WARP_ELEMENTS))
-    return Tile(block_q, block_k, block_d, num_warps)
+
+def _capability_of(tensor: Tensor) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else None
 
 
 def forward(inputs: Inputs, options: Options) -> Tensor:
@@ -104,7 +107,7 @@ def forward(inputs: Inputs, options: Options) -> Tensor:
 def forward_launch(inputs: Inputs, output: Tensor, options: Options) -> Launch:
     """Returns the launch that fills `output`."""
     sizes = read_sizes(inputs.value, inputs.scores, options.value_layout)
-    tile = choose_tile(sizes.head_dim, sizes.num_points)
+    tile = choose_tile("forward", inputs.value, sizes)
     arguments = {**_tensor_arguments(inputs), "output": output, **_size_arguments(sizes, options, inputs, tile)}
     return Launch(forward_kernel, _num_programs(sizes, tile), arguments, tile.num_warps)
 
@@ -153,8 +156,9 @@ def accumulate_backward(
 def _uses_sorted_gradient(inputs: Inputs, options: Options, deterministic: bool) -> bool:
     value, fused = inputs.value, inputs.reference_points is not None
     sizes = read_sizes(value, inputs.scores, options.value_layout)
-    capability = torch.cuda.get_device_capability(value.device) if value.is_cuda else None
-    plan = choose_kernels(sizes, value.dtype, options, fused=fused, deterministic=deterministic, capability=capability)
+    plan = choose_kernels(
+        sizes, value.dtype, options, fused=fused, deterministic=deterministic, capability=_capability_of(value)
+    )
     return plan.grad_value == "sorted"
 
 
@@ -167,7 +171,7 @@ def scatter(grad_output: Tensor, inputs: Inputs, targets: Targets, options: Opti
 def backward_launch(grad_output: Tensor, inputs: Inputs, targets: Targets, options: Options) -> Launch:
     """Returns the launch that writes the targets."""
     sizes = read_sizes(inputs.value, inputs.scores, options.value_layout)
-    tile = choose_tile(sizes.head_dim, sizes.num_points)
+    tile = choose_tile("backward", inputs.value, sizes)
     arguments = {
         "grad_output": grad_output.contiguous(),
         **_tensor_arguments(inputs),
@@ -237,7 +241,7 @@ def gather_launch(
         "value_length": sizes.value_length,
         "D": sizes.head_dim,
         "HEAD_MAJOR": options.value_layout == "BNLC",
-        "BLOCK_I": max(1, _WARP_ELEMENTS // block_d),
+        "BLOCK_I": max(1, _GATHER_ELEMENTS // block_d),
         "BLOCK_D": block_d,
         **constants,
     }

@@ -1,11 +1,15 @@
 """The kernels against the reference: 2x / 3x rule, three dtypes, uninitialised memory full of NaN."""
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
 
 from msda_op import ms_deform_attn
-from msda_op.triton.launch import choose_tile
+from msda_op.options import Sizes
+from msda_op.triton import launch
+from msda_op.triton.launch_table import LaunchKey, LaunchShape
 from parity.cases import DEFAULT_CASES, INPUT_NAMES, LARGE_CASES, Case, make_inputs
 from parity.comparisons import compare_op, evaluate
 
@@ -95,11 +99,29 @@ def test_value_and_weights_may_differ_in_dtype(value_dtype: torch.dtype, weights
     assert (output.dtype, grad_value.dtype, grad_weights.dtype) == (value_dtype, value_dtype, weights_dtype)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "num_points", "expected"),
-    [(32, 4, (4, 4, 32, 1)), (5, 3, (16, 4, 8, 1)), (48, 4, (2, 4, 64, 1)), (256, 16, (1, 16, 256, 8))],
-)
-def test_tile_fills_a_warp_and_grows_only_for_wide_heads(
-    head_dim: int, num_points: int, expected: tuple[int, int, int, int]
+class OnCard(Tensor):
+    """A tensor without memory that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+def test_tile_is_asked_for_by_architecture_pass_and_sizes(
+    stage: Literal["forward", "backward"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert choose_tile(head_dim, num_points) == expected
+    keys = []
+
+    def choose_shape(key: LaunchKey) -> LaunchShape:
+        keys.append(key)
+        return LaunchShape(8, 2)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setattr(launch, "choose_shape", choose_shape)
+    value = torch.empty(4, 100, 8, 20, dtype=torch.bfloat16, device="meta").as_subclass(OnCard)
+    assert launch.choose_tile(stage, value, Sizes(4, 100, 8, 20, 300, 2, 3)) == (8, 4, 32, 2)
+    assert keys == [LaunchKey(86, stage, 2, 4, 32, "few")]
+
+
+def test_tile_of_the_interpreter_follows_the_rule() -> None:
+    value = torch.empty(1, 6, 1, 32)
+    assert launch.choose_tile("backward", value, Sizes(1, 6, 1, 32, 5, 1, 4)) == (4, 4, 32, 1)
