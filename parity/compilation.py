@@ -134,7 +134,7 @@ def entry_kernels() -> set[str]:
 
 def _qualified_name(kernel: JITFunction) -> str:
     """Returns for example "forward.forward_kernel": the module inside `msda_op.triton`, and the function."""
-    return f"{kernel.module.removeprefix(_PACKAGE)}.{kernel.__name__}"
+    return f"{kernel.fn.__module__.removeprefix(_PACKAGE)}.{kernel.__name__}"
 
 
 def _compile_for(architecture: int, pattern: str) -> list[KernelReport]:

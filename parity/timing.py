@@ -277,14 +277,14 @@ def read_gpu_state(run: Callable[..., subprocess.CompletedProcess[str]] = subpro
         run: starts a program, as `subprocess.run` does.
 
     Returns:
-        The fields by name, or None where there is no `nvidia-smi`.
+        The fields by name, or None where `nvidia-smi` is missing or may not ask the driver.
     """
     identity = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     query = f"--query-gpu={','.join(_STATE_FIELDS)}"
     command = ["nvidia-smi", f"--id=GPU-{identity.removeprefix('GPU-')}", query, "--format=csv,noheader"]
     try:
         line = run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except FileNotFoundError:
+    except (FileNotFoundError, subprocess.CalledProcessError):
         return None
     return dict(zip(_STATE_FIELDS, (word.strip() for word in line.split(",")), strict=True))
 

@@ -1,6 +1,6 @@
 """Percentiles, and the order in which a measurement queues its work; clocks are injected."""
 
-from subprocess import CompletedProcess
+from subprocess import CalledProcessError, CompletedProcess
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,9 +139,10 @@ def test_state_is_read_and_nothing_is_set() -> None:
 
 
 @pytest.mark.usefixtures("known_gpu")
-def test_without_the_tool_there_is_no_state() -> None:
+@pytest.mark.parametrize("error", [FileNotFoundError(), CalledProcessError(9, "nvidia-smi")])
+def test_without_the_tool_there_is_no_state(error: Exception) -> None:
     def run(*_: Any, **__: Any) -> CompletedProcess[str]:
-        raise FileNotFoundError
+        raise error
 
     assert read_gpu_state(run) is None
 
