@@ -1,12 +1,18 @@
 """Arguments, files and pictures of the benchmark; measuring itself needs a GPU."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from msda_op.triton import launch_table
+from msda_op.triton.launch_table import LaunchKey, LaunchShape, read_table
+from parity.presets import Preset, make_preset_inputs
+from parity.speed import Workload
+from parity.timing import DeviceTime, Summary, WallTime
 from scripts import benchmark
 from scripts.benchmark import SCHEMA, build_parser, main, plot_rows, write_results
 
@@ -67,6 +73,99 @@ def test_plot_shows_timed_rows_alone(tmp_path: Path) -> None:
     rows = [timed | times | {"implementation": name} for name in ("ours", "theirs")]
     plot_rows([*rows, timed | {"implementation": "wrong", "status": "refused"}], tmp_path / "times.png")
     assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")
+
+
+class InstantStopwatch:
+    """A queue on which everything is done at once, and takes a millisecond."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0.0
+
+    def flush_caches(self) -> None: ...
+
+    def spin(self, cycles: int) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def mark(self) -> float:
+        self.now_ms += 1
+        return self.now_ms
+
+    def elapsed_ms(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+class InstantMeter:
+    """Runs each call once and gives fixed numbers."""
+
+    def __init__(self, repeats: int) -> None:
+        self._summary = Summary(1.0, 1.0, 1.0, repeats)
+
+    def device_time(self, call: Callable[[], Any]) -> DeviceTime:
+        call()
+        return DeviceTime(self._summary, None, False)
+
+    def wall_time(self, call: Callable[[], Any]) -> WallTime:
+        return WallTime(self._summary, self._summary)
+
+    def graph_time(self, call: Callable[[], Any]) -> Summary:
+        return self._summary
+
+    def peak_mib(self, call: Callable[[], Any]) -> float:
+        return 1.0
+
+    def gpu_state(self) -> None:
+        return None
+
+
+@pytest.fixture
+def measured_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts a tiny workload on the CPU under the commands, and clocks that need no device."""
+    preset = Preset("tiny", ((4, 6), (2, 3)), num_queries=5, num_heads=2, head_dim=8, num_points=4)
+    inputs = make_preset_inputs(preset, 2, torch.float32, torch.device("cpu"), seed=0)
+    monkeypatch.setattr(benchmark, "draw_workloads", lambda options: iter([Workload(preset, 2, "fp32", inputs)]))
+    monkeypatch.setattr(benchmark, "CudaStopwatch", InstantStopwatch)
+    monkeypatch.setattr(benchmark, "CudaMeter", InstantMeter)
+    monkeypatch.setattr(benchmark, "measure_copy_bandwidth", lambda stopwatch: 4e12)
+    monkeypatch.setattr(benchmark, "read_gpu_state", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
+@pytest.mark.usefixtures("measured_without_a_gpu")
+def test_op_times_ours_twice_and_each_row_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, picture = tmp_path / "op.json", tmp_path / "op.png"
+    pytest.importorskip("matplotlib")
+    assert main(["op", "--out", str(out), "--plot", str(picture)]) == 0
+    content = json.loads(out.read_text())
+    assert set(content) == {"schema", "environment", "gpu", "missing_peers", "copy_gb_s", "rows", "repeated"}
+    names = [row["implementation"] for row in content["rows"]]
+    assert names == ["msda_op triton", "msda_op reference", "msda_op triton"]
+    assert {row["status"] for row in content["rows"]} == {"timed"}
+    assert content["repeated"][0]["relative_difference"] == {"forward_device_ms": 0.0, "backward_device_ms": 0.0}
+    assert "deformops: not installed" in capsys.readouterr().out
+    assert picture.exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
+@pytest.mark.usefixtures("measured_without_a_gpu")
+def test_sweep_writes_the_table_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, out = tmp_path / "table.json", tmp_path / "sweep.json"
+    monkeypatch.setattr(launch_table, "TABLE_PATH", table)
+    monkeypatch.setattr("parity.sweep.candidate_shapes", lambda block_k, block_d: [LaunchShape(8, 1)])
+    assert main(["sweep", "--out", str(out), "--repeats", "5"]) == 0
+    assert not table.exists()
+    assert main(["sweep", "--out", str(out), "--repeats", "5", "--write"]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["kernel"], row["block_q"], row["num_warps"]) for row in rows] == [
+        ("forward", 8, 1),
+        ("backward", 8, 1),
+    ]
+    entries = read_table(table)
+    assert {entry.key for entry in entries} == {LaunchKey(90, row["kernel"], 4, 4, 8, "few") for row in rows}
+    assert all(entry.measured_on.startswith("a card, commit ") for entry in entries)
 
 
 @pytest.mark.gpu
