@@ -10,6 +10,8 @@ from models.backbone import ResNetBackbone
 from models.criterion import Criterion
 from models.deformable_detr import DeformableDetr
 from models.deformable_transformer import DeformableTransformer
+from models.denoising import ContrastiveDenoising
+from models.dino import Dino, DinoTransformer
 from models.matcher import HungarianMatcher
 from models.position_encoding import SinePositionEncoding
 from models.structures import ImageBatch
@@ -71,6 +73,43 @@ def make_detector() -> Callable[..., DeformableDetr]:
 def detector(request: pytest.FixtureRequest) -> DeformableDetr:
     """Each published variant, tiny."""
     return build_detector(**VARIANTS[request.param])
+
+
+def build_dino(num_classes: int = NUM_CLASSES, **overrides: Any) -> Dino:
+    torch.manual_seed(0)
+    settings = {name: value for name, value in TRANSFORMER.items() if name != "two_stage"}
+    settings |= {"inverse_sigmoid_eps": 1e-3} | overrides
+    return Dino(
+        backbone=ResNetBackbone(
+            name="resnet18",
+            weights="none",
+            norm="batch",
+            dilation=False,
+            finest_stride=8,
+            num_feature_levels=settings["num_feature_levels"],
+        ),
+        position_encoding=SinePositionEncoding(channels=settings["d_model"], temperature=20, offset=0.0),
+        transformer=DinoTransformer(**settings),
+        denoising=ContrastiveDenoising(num_queries=6, max_queries=40, label_noise_ratio=0.5, box_noise_scale=1.0),
+        num_classes=num_classes,
+        weights=None,
+    )
+
+
+@pytest.fixture
+def make_dino() -> Callable[..., Dino]:
+    """Builds a tiny DINO from overrides of its transformer's settings."""
+    return build_dino
+
+
+@pytest.fixture
+def dino() -> Dino:
+    """A tiny DINO whose attention and box heads have left their initialisation, where everything is alike."""
+    model = build_dino()
+    for name, parameter in model.named_parameters():
+        if any(word in name for word in ("sampling_offsets.weight", "attention_weights.weight", "bbox_embed")):
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
 
 
 @pytest.fixture

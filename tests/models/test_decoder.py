@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -5,6 +6,7 @@ import torch
 from torch import nn
 
 from models.decoder import DeformableDecoder, DeformableDecoderLayer, predict_boxes, scale_to_levels
+from models.proposals import embed_boxes
 from models.structures import FeatureLevels
 
 SHAPES = ((2, 4), (1, 2))
@@ -90,6 +92,65 @@ def test_refinement_hands_detached_boxes_to_the_next_layer() -> None:
     boxes[2].sum().backward()
     gradients = [head.weight.grad for head in decoder.bbox_embed]
     assert [gradient.abs().max() > 0 for gradient in gradients] == [False, False, True]
+
+
+def test_looking_forward_twice_trains_each_head_by_the_next_layer_too() -> None:
+    decoder = build(norm=nn.LayerNorm(16), look_forward_twice=True).eval()
+    decoder.bbox_embed = nn.ModuleList(nn.Linear(16, 4) for _ in range(3))
+    boxes = decoder(*make_inputs(coordinates=4)).boxes_cxcywh
+    assert boxes is not None
+    boxes[2].sum().backward()
+    gradients = [head.weight.grad for head in decoder.bbox_embed]
+    assert [gradient is not None and gradient.abs().max() > 0 for gradient in gradients] == [False, True, True]
+
+
+def test_heads_read_normalised_states_and_the_refinement_raw_ones() -> None:
+    decoder = build(norm=nn.LayerNorm(16), look_forward_twice=True).eval()
+    nn.init.normal_(decoder.norm.weight)
+    decoder.bbox_embed = nn.ModuleList(nn.Linear(16, 4) for _ in range(3))
+    inputs = make_inputs(coordinates=4)
+    raw, seen = [], []
+    for layer in decoder.layers:
+        layer.register_forward_hook(lambda module, inputs, output: raw.append(output))
+        layer.cross_attn.register_forward_hook(lambda module, inputs, output: seen.append(inputs[1][:, :, 0]))
+    output = decoder(*inputs)
+    reference_points = inputs[2]
+    for index, head in enumerate(decoder.bbox_embed):
+        torch.testing.assert_close(seen[index], reference_points)
+        torch.testing.assert_close(output.hidden[index], decoder.norm(raw[index]))
+        expected = predict_boxes(head, output.hidden[index], reference_points, 1e-5)
+        torch.testing.assert_close(output.boxes_cxcywh[index], expected)
+        reference_points = predict_boxes(head, raw[index], reference_points, 1e-5)
+        assert not torch.allclose(expected, reference_points)
+
+
+def test_positions_come_from_the_boxes_on_the_finest_level() -> None:
+    decoder = build(ref_point_head=nn.Linear(32, 16)).eval()
+    query, _, boxes, memory, levels, _ = make_inputs(coordinates=4)
+    levels = replace(levels, valid_ratios=torch.tensor([[[0.5, 0.25], [1.0, 1.0]]]))
+    positions = []
+    for layer in decoder.layers:
+        layer.register_forward_hook(lambda module, inputs, output: positions.append(inputs[1]))
+    decoder(query, None, boxes, memory, levels, None)
+    scaled = boxes * torch.tensor([0.5, 0.25, 0.5, 0.25])
+    expected = decoder.ref_point_head(embed_boxes(scaled[..., [1, 0, 2, 3]], 8))
+    assert all(torch.equal(position, expected) for position in positions)
+    swapped = decoder.ref_point_head(embed_boxes(scaled, 8))
+    assert not torch.allclose(positions[0], swapped)
+
+
+def test_the_attention_mask_hides_queries() -> None:
+    decoder = build().eval()
+    mask = torch.zeros(5, 5, dtype=torch.bool)
+    mask[:2, 2:] = True
+    query, *others = make_inputs(attention_mask=mask)
+    changed = query.clone()
+    changed[:, 2:] += 1
+    expected, actual = decoder(query, *others).hidden, decoder(changed, *others).hidden
+    torch.testing.assert_close(actual[:, :, :2], expected[:, :, :2])
+    assert not torch.allclose(actual[:, :, 2:], expected[:, :, 2:])
+    unmasked = decoder(changed, *others[:-1], None).hidden
+    assert not torch.allclose(unmasked[:, :, :2], expected[:, :, :2])
 
 
 @pytest.mark.parametrize("refine", [False, True])

@@ -32,8 +32,12 @@ def batch_of(counts, seed=0):
 @pytest.fixture
 def detector(make_detector, criterion):
     """A tiny two-stage detector with its training settings."""
+    return build(make_detector(box_refine=True, two_stage=True), criterion)
+
+
+def build(model, criterion):
     return Detector(
-        model=make_detector(box_refine=True, two_stage=True),
+        model=model,
         criterion=criterion,
         normalizer=ImageNormalizer(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225]),
         optimizer=AdamWSettings(
@@ -75,6 +79,18 @@ def test_training_moves_every_trainable_parameter_and_logs(detector, tmp_path):
     logged = trainer.callback_metrics
     assert {"train/loss", "train/loss_ce", "train/loss_giou_enc", "train/grad_norm", "train/img_per_s"} <= set(logged)
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-4)
+
+
+def test_dino_learns_from_noised_targets_and_is_evaluated_without(make_dino, criterion, tmp_path):
+    model = make_dino()
+    trainer = fit(build(model, criterion), tmp_path, [batch_of((0, 0)), batch_of((2, 0))], log_every_n_steps=2)
+    logged = trainer.callback_metrics
+    assert {"train/loss_ce_dn", "train/loss_giou_dn_1", "train/loss_bbox_enc"} <= set(logged)
+    assert logged["train/loss_bbox_dn"] > 0
+    detector = build(model.eval(), criterion)
+    with torch.no_grad():
+        result = detector.validation_step(batch_of((1, 2)), 0)
+    assert result["detections"].boxes_xyxy.shape == (2, 10, 4)
 
 
 def test_gradients_are_clipped_to_the_norm(detector, tmp_path):
