@@ -12,7 +12,7 @@ from msda_op.reference import ms_deform_attn_reference
 from parity.cases import OpInputs
 from parity.comparisons import evaluate
 from parity.gather_kernel import gather_rows
-from parity.sweep import plain_launches, sweep_launch
+from parity.sweep import plain_launches, start_launch, sweep_launch
 from parity.timing import DeviceTime, Stopwatch, WallTime, measure_device_time, measure_wall_time
 
 Row = dict[str, Any]
@@ -59,10 +59,10 @@ def half_atomics(inputs: OpInputs, stopwatch: Stopwatch, repeats: int) -> list[R
     result = []
     for accumulator in dict.fromkeys((torch.float32, inputs.value.dtype)):
         launch = plain_launches(inputs, accumulator)["backward"]
-        launch.run(inputs.value)
+        start_launch(launch)
         grad_value = launch.arguments["grad_value"][0, :1].double()
         error = (grad_value - expected).abs().mean() / expected.abs().mean()
-        time = measure_device_time(partial(launch.run, inputs.value), stopwatch, repeats)
+        time = measure_device_time(partial(start_launch, launch), stopwatch, repeats)
         name = f"value gradient added up in {str(accumulator).removeprefix('torch.')}"
         result.append({"group": "atomics", "variant": name, "relative_error": error.item(), **asdict(time.ms)})
     return result
@@ -71,7 +71,7 @@ def half_atomics(inputs: OpInputs, stopwatch: Stopwatch, repeats: int) -> list[R
 def backward_shapes(inputs: OpInputs, stopwatch: Stopwatch, repeats: int) -> list[Row]:
     """Times the plain backward in every launch shape."""
     launch = plain_launches(inputs)["backward"]
-    rows = sweep_launch(launch, inputs.value, lambda call: measure_device_time(call, stopwatch, repeats).ms)
+    rows = sweep_launch(launch, lambda call: measure_device_time(call, stopwatch, repeats).ms)
     return [
         {"group": "backward shapes", "variant": f"{row.pop('block_q')} queries, {row.pop('num_warps')} warps", **row}
         for row in rows

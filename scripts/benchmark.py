@@ -139,7 +139,6 @@ def run_sweep(options: argparse.Namespace) -> None:
         for kernel in ("forward", "backward"):
             swept = sweep_launch(
                 launches[kernel],
-                workload.inputs.value,
                 lambda call: measure_device_time(call, stopwatch, options.repeats).ms,
             )
             name = {"preset": workload.preset.name, "batch": workload.batch, "dtype": workload.dtype_name}
@@ -156,19 +155,18 @@ def run_sweep(options: argparse.Namespace) -> None:
 
 def run_variants(options: argparse.Namespace) -> None:
     """Times the instructive variants."""
-    from parity.sweep import plain_launches
     from parity.variants import backward_shapes, coalescing_and_unrolling, half_atomics, timing_pitfalls
 
     stopwatch, repeats = CudaStopwatch(), options.repeats
     content = describe_run() | {"rows": []}
     for workload in draw_workloads(options):
         inputs = workload.inputs
-        forward = plain_launches(inputs)["forward"]
+        tensors = (inputs.value, inputs.spatial_shapes, inputs.sampling_locations, inputs.attention_weights)
         rows = [
             *coalescing_and_unrolling(inputs.value.device, inputs.value.dtype, stopwatch, repeats),
             *half_atomics(inputs, stopwatch, repeats),
             *backward_shapes(inputs, stopwatch, repeats),
-            *timing_pitfalls(partial(forward.run, inputs.value), stopwatch, repeats),
+            *timing_pitfalls(partial(own_implementations()[0].op, *tensors), stopwatch, repeats),
         ]
         name = {"preset": workload.preset.name, "batch": workload.batch, "dtype": workload.dtype_name}
         for row in rows:

@@ -5,7 +5,7 @@ import torch
 
 from msda_op.triton.launch_table import LaunchKey, LaunchShape
 from parity.presets import Preset, make_preset_inputs
-from parity.sweep import candidate_shapes, plain_launches, reshape_launch, sweep_launch, table_entry
+from parity.sweep import candidate_shapes, plain_launches, reshape_launch, start_launch, sweep_launch, table_entry
 from parity.timing import Summary
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -34,7 +34,7 @@ def test_a_reshaped_launch_computes_the_same(shape: LaunchShape) -> None:
         assert second.num_programs == -(-30 // shape.block_q) * 2 * 2
         assert (second.arguments["BLOCK_Q"], second.num_warps) == shape
         for launch in (first, second):
-            launch.run(inputs.value)
+            start_launch(launch)
         for name in names:
             torch.testing.assert_close(first.arguments[name], second.arguments[name])
 
@@ -48,7 +48,7 @@ def test_sweep_times_every_candidate_and_sorts_by_time() -> None:
         time = float(next(times))
         return Summary(time, time, time, 5)
 
-    rows = sweep_launch(launch, inputs.value, measure)
+    rows = sweep_launch(launch, measure)
     shapes = candidate_shapes(4, 8)
     assert len(rows) == len(shapes)
     assert [row["median"] for row in rows] == sorted(row["median"] for row in rows)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from parity.presets import PRESETS, make_preset_inputs
-from parity.sweep import plain_launches
+from parity.sweep import plain_launches, start_launch
 from parity.timing import CudaStopwatch
 from parity.variants import backward_shapes, coalescing_and_unrolling, half_atomics, timing_pitfalls
 
@@ -28,7 +28,7 @@ def test_half_atomics_are_less_accurate() -> None:
 def test_pitfalls_make_a_short_call_look_slow() -> None:
     inputs = make_preset_inputs(PRESETS["decoder"], 1, torch.bfloat16, torch.device("cuda"), seed=0)
     forward = plain_launches(inputs)["forward"]
-    right, *_, wall = timing_pitfalls(lambda: forward.run(inputs.value), CudaStopwatch(), repeats=20)
+    right, *_, wall = timing_pitfalls(lambda: start_launch(forward), CudaStopwatch(), repeats=20)
     assert wall["median"] > right["median"]
 
 
