@@ -41,7 +41,7 @@ class DeformableDecoderLayer(nn.Module):
         backend: str,
         fused: bool,
     ) -> None:
-        """Creates the layer; see `models.deformable_transformer.DeformableTransformer` for the arguments."""
+        """Creates the layer; see `models.deformable_transformer.EncoderDecoder` for the arguments."""
         super().__init__()
         self.cross_attn = MSDeformAttn(
             d_model=d_model,
@@ -124,7 +124,7 @@ class DeformableDecoder(nn.Module):
             norm: applied to every state that the heads read, not to what the next layer and the refinement read; None
                 for none.
             ref_point_head: makes the queries' positions before every layer from the sine encoding of their boxes,
-                [..., 2C] -> [..., C] (arXiv 2201.12329, eq. 3); None keeps one position in all layers.
+                [..., 2C] -> [..., C] (arXiv 2201.12329, section 4); None keeps one position in all layers.
             look_forward_twice: whether the boxes of a layer are predicted from the boxes of the layer before without a
                 detachment, so that each box head also learns from the next layer's loss (arXiv 2203.03605, 3.5).
             inverse_sigmoid_eps: see `models.boxes.inverse_sigmoid`.

@@ -23,7 +23,7 @@ class DeformableEncoderLayer(nn.Module):
         backend: str,
         fused: bool,
     ) -> None:
-        """Creates the layer; see `models.deformable_transformer.DeformableTransformer` for the arguments."""
+        """Creates the layer; see `models.deformable_transformer.EncoderDecoder` for the arguments."""
         super().__init__()
         self.self_attn = MSDeformAttn(
             d_model=d_model,
