@@ -35,11 +35,11 @@ from msda_op.triton.hopper.primitives import (
     store_words2,
 )
 from msda_op.triton.hopper.samples import (
-    hat_slope,
     load_lane_level,
     load_row_strides,
     load_sample,
     place_sample,
+    slope_weights,
     softmax_of_query,
     split_program_id,
     sum_of_query,
@@ -336,8 +336,10 @@ def backward_kernel(
                 tl.store(grad_weights + sample, grad_weight.to(grad_weights.dtype.element_ty), mask=counts)
             dot_top = weight_left * dot_00 + weight_right * dot_01
             dot_bottom = weight_left * dot_10 + weight_right * dot_11
-            grad_x = attention * (hat_slope(distance_x) * dot_left + hat_slope(distance_x - 1) * dot_right)
-            grad_y = attention * (hat_slope(distance_y) * dot_top + hat_slope(distance_y - 1) * dot_bottom)
+            slope_left, slope_right = slope_weights(distance_x)
+            slope_top, slope_bottom = slope_weights(distance_y)
+            grad_x = attention * (slope_left * dot_left + slope_right * dot_right)
+            grad_y = attention * (slope_top * dot_top + slope_bottom * dot_bottom)
             if grad_locations is not None:
                 store_pair(grad_locations + 2 * sample, grad_x * step_width, grad_y * step_height, counts)
             if grad_offsets is not None:

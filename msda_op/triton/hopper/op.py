@@ -139,7 +139,7 @@ def fused_backward(
     grad_references, grad_offsets = None, wanted.offsets
     if wanted.locations is not None:
         grad_references, grad_offsets = _differentiate_locations(
-            wanted.locations, call.samples.places, offsets, spatial_shapes
+            wanted.locations, call.samples.places, offsets, call.levels()
         )
         grad_references = grad_references.to(reference_points.dtype)
         if not compute_grad_sampling_offsets:
@@ -148,13 +148,13 @@ def fused_backward(
 
 
 def _differentiate_locations(
-    grad_locations: Tensor, reference_points: Tensor, sampling_offsets: Tensor, spatial_shapes: HostShapes
+    grad_locations: Tensor, reference_points: Tensor, sampling_offsets: Tensor, levels: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of reference points (float32) and offsets from that of the locations they make."""
     grad_centres = grad_locations.sum(dim=(2, 4))
     if reference_points.shape[-1] == 2:
-        sizes_wh = [grad_locations.new_tensor([w, h]) for h, w in spatial_shapes]
-        grad_offsets = grad_locations / torch.stack(sizes_wh)[:, None, :]
+        sizes_wh = levels[:, :2].flip(-1)
+        grad_offsets = grad_locations / sizes_wh[:, None, :]
         return grad_centres, grad_offsets.to(sampling_offsets.dtype)
     scale = 0.5 / sampling_offsets.shape[4]
     grad_sizes = (grad_locations * sampling_offsets.float()).sum(dim=(2, 4)) * scale

@@ -177,6 +177,11 @@ def weigh_pixels(coordinate, size):
 
 
 @triton.jit
-def hat_slope(distance):
-    """Returns the derivative of the hat function, from the right at its kinks, as `floor` has it."""
-    return tl.where(distance >= 0, tl.where(distance < 1, -1.0, 0.0), tl.where(distance >= -1, 1.0, 0.0))
+def slope_weights(distance):
+    """Returns the derivatives of the two weights of `weigh_pixels` by the coordinate.
+
+    At kinks they are those from the right, as `floor` has them; a sample exactly one pixel before the first has none.
+    """
+    between = (distance >= 0) & (distance < 1)
+    lower = tl.where(between, -1.0, tl.where((distance > -1) & (distance < 0), 1.0, 0.0))
+    return lower, tl.where(between, 1.0, tl.where((distance >= 1) & (distance < 2), -1.0, 0.0))

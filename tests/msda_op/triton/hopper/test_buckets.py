@@ -41,6 +41,8 @@ def test_tiles_and_splits() -> None:
     assert choose_splits(((2, 2),), 2 * BUCKET_TARGET, 1) == (2,)
 
 
+# NaN coordinates are cast to int and masked out, which numpy remarks on.
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
 @pytest.mark.parametrize("placement", ["around", "far", "edges", "broken"])
 def test_records_give_back_every_sample_in_the_image_once(placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "BUCKET_TARGET", 4)  # so that tiles are split

@@ -1,0 +1,142 @@
+"""What the kernels compile to on sm_90: the instructions they are made for, no spills. Needs no GPU."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+# Runs without the interpreter, which replaces the kernels when Triton is imported.
+COMPILE = """
+import json, re, subprocess, tempfile
+from pathlib import Path
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from msda_op.triton.hopper.backward import backward_kernel
+from msda_op.triton.hopper.buckets import count_kernel, scan_kernel
+from msda_op.triton.hopper.deterministic import combine_kernel, sort_kernel
+from msda_op.triton.hopper.forward import forward_kernel
+from msda_op.triton.hopper.reduce import reduce_kernel
+from msda_op.triton.hopper.tuning import LAUNCH_SHAPES
+
+tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+report = {}
+
+
+def compile_kernel(name, kernel, types, warps=1, registers=None, **constants):
+    integers = ("num_queries", "batch_stride", "head_stride", "num_buckets", "capacity")
+    tables = ("levels", "bins", "windows", "counters", "starts", "records")
+    types = dict.fromkeys(integers, "i32") | dict.fromkeys(tables, "*i32") | {"places": "*fp32"} | types
+    signature = {name: types.get(name) or "constexpr" for name in kernel.arg_names}
+    constants = {name: constants.get(name) for name in kernel.arg_names if signature[name] == "constexpr"}
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*")
+    }
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constexprs=constants, attrs=aligned),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": warps, "maxnreg": registers},
+    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        options = dict(capture_output=True, text=True, check=True)
+        usage = subprocess.run([tools / "cuobjdump", "-res-usage", file.name], **options).stdout
+        sass = subprocess.run([tools / "nvdisasm", "-c", file.name], **options).stdout
+    report[name] = {
+        "ptx": compiled.asm["ptx"],
+        "stack": int(re.search(r"STACK:([0-9]+)", usage)[1]),
+        "sass": re.findall(r"/[*][0-9a-f]{4,5}[*]/ +(?:@!?U?P[0-9] +)?([A-Z][A-Z0-9_.]+)", sass),
+    }
+
+
+sizes = dict(M=8, D=32, L=4, K=4, PIXEL_STRIDE=256)
+calls = [("bf16", 0, "few"), ("bf16", 0, "some"), ("bf16", 0, "many"), ("bf16", 2, "few"), ("bf16", 2, "many")]
+calls += [("bf16", 4, "many"), ("fp16", 0, "many"), ("fp16", 2, "few"), ("fp16", 2, "many")]
+for dtype, reference, regime in calls:
+    types = dict.fromkeys(("value", "weights", "output", "grad_output", "grad_weights"), "*" + dtype)
+    types |= {"offsets": "*" + dtype, "grad_offsets": "*" + dtype} if reference else {"grad_locations": "*fp32"}
+    label = f"{dtype} {reference} {regime}"
+    shape = LAUNCH_SHAPES[90, "forward", regime]
+    launch = dict(WARPS=shape.warps, ITERATIONS=shape.iterations, REFERENCE=reference, **sizes)
+    compile_kernel("forward " + label, forward_kernel, types, shape.warps, shape.registers, **launch)
+    shape = LAUNCH_SHAPES[90, "fused backward" if reference else "backward", regime]
+    launch = dict(WARPS=shape.warps, ITERATIONS=shape.iterations, REFERENCE=reference, **sizes)
+    if regime == "many":
+        scatter = "records"
+        compile_kernel("count " + label, count_kernel, types, shape.warps, **launch)
+    else:
+        scatter = "atomics"
+        types |= dict.fromkeys(("bins", "counters", "records")) | {"grad_value": "*fp32"}
+    name = f"{scatter} {label}"
+    compile_kernel(name, backward_kernel, types, shape.warps, shape.registers, SCATTER=scatter, **launch)
+for dtype in ("bf16", "fp16"):
+    types = {"grad_output": "*" + dtype, "target": "*fp32"}
+    for atomic in (True, False):
+        compile_kernel(f"reduce {dtype} {atomic}", reduce_kernel, types, ATOMIC=atomic, **sizes)
+    combined = {"windows": "*fp32", "grad_value": "*" + dtype}
+    compile_kernel("combine " + dtype, combine_kernel, combined, 4, BLOCK=32, **sizes)
+compile_kernel("scan", scan_kernel, {}, 4, BLOCK=1024)
+compile_kernel("sort", sort_kernel, {"records": "*i64"}, BLOCK=512)
+print(json.dumps(report))
+"""
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache")), "PYTHONPATH": os.getcwd()}
+    finished = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+    return json.loads(finished.stdout)
+
+
+def count(kernel: dict, prefix: str) -> int:
+    return sum(instruction.startswith(prefix) for instruction in kernel["sass"])
+
+
+def test_nothing_spills(report: dict[str, dict]) -> None:
+    assert len(report) == 31
+    assert {name: kernel["stack"] for name, kernel in report.items() if kernel["stack"]} == {}
+    assert not any(count(kernel, "STL") + count(kernel, "LDL") for kernel in report.values())
+
+
+def test_atomics_are_native_relaxed_and_wide(report: dict[str, dict]) -> None:
+    for name, kernel in report.items():
+        atomics = set(re.findall(r"\b(?:atom|red)\.[\w.:]*(?:add|cas|exch)[\w.]*", kernel["ptx"]))
+        assert all("relaxed" in atomic for atomic in atomics), name
+        floats = {atomic for atomic in atomics if "f32" in atomic}
+        adds_rows = name.startswith("atomics") or (name.startswith("reduce") and name.endswith("True"))
+        assert floats == ({"red.relaxed.gpu.global.add.v4.f32"} if adds_rows else set()), name
+        counts = name.startswith(("records", "count"))
+        assert {atomic.rsplit(".", 1)[-1] for atomic in atomics - floats} <= ({"s32", "u32"} if counts else set()), name
+        assert count(kernel, "ATOMG") == int(name.startswith("records")), name
+
+
+def test_gathers_are_sixteen_wide_loads_and_dot_products_are_on_tensor_cores(report: dict[str, dict]) -> None:
+    for name, kernel in report.items():
+        gathers = count(kernel, "LDG.E.128.CONSTANT")
+        if name.startswith(("forward", "records", "atomics")):
+            boxes = (2 if "many" in name else 1) if " 4 " in name else 0
+            assert gathers == 16 + boxes, name
+            assert count(kernel, "HMMA") == (0 if name.startswith("forward") else 16), name
+        if name.startswith("forward"):
+            assert count(kernel, "SHFL") == (31 if re.search(" [24] ", name) else 23), name
+            assert count(kernel, "BAR") == 0, name
+        if name.startswith("reduce"):
+            assert (gathers, count(kernel, "MOVM"), count(kernel, "HMMA")) == (4, 16, 16), name
+
+
+def test_loads_of_the_fused_backward_leave_before_their_first_use(report: dict[str, dict]) -> None:
+    for dtype in ("bf16", "fp16"):
+        sass = report[f"records {dtype} 2 many"]["sass"]
+        first_use = next(index for index, instruction in enumerate(sass) if instruction.startswith("HMMA"))
+        atomic = next(index for index, instruction in enumerate(sass) if instruction.startswith("ATOMG"))
+        assert sum(instruction.startswith("LDG.E.128") for instruction in sass[atomic:first_use]) >= 6

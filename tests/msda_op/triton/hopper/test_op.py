@@ -1,0 +1,230 @@
+"""The Hopper path against the reference: 2x / 3x rule, both halves, uninitialised memory full of NaN."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from msda_op.locations import sampling_locations_from_offsets
+from msda_op.reference import ms_deform_attn_reference
+from msda_op.triton import hopper
+from msda_op.triton.hopper import launch
+from parity.cases import INPUT_NAMES, Case, OpInputs, make_inputs
+from parity.comparisons import Comparison, compare, compare_results, evaluate
+from parity.tolerances import GRADIENT, OUTPUT
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+WAYS = ({"scatter": "atomics"}, {"scatter": "records"}, {"deterministic": True})
+
+_FOUR = ((6, 9), (3, 5), (4, 2), (2, 2))
+CASES = (
+    Case("four levels, four points", _FOUR, num_queries=5, head_dim=32),
+    Case("wide heads, three points", _FOUR[:2], num_queries=3, batch=1, num_heads=3, head_dim=64, num_points=3),
+    Case("one query", _FOUR, num_queries=1, batch=1, head_dim=32),
+    Case("no queries", _FOUR, num_queries=0, head_dim=32),
+    Case("no batch", _FOUR, num_queries=3, batch=0, head_dim=32),
+    Case("far outside", _FOUR, num_queries=3, batch=1, head_dim=32, placement="far"),
+    Case("on the edges", _FOUR, num_queries=3, batch=1, head_dim=32, placement="edges"),
+    Case("on pixel centres", ((4, 8), (2, 4)), num_queries=3, head_dim=32, placement="centres"),
+    Case("broken locations", _FOUR, num_queries=3, batch=1, head_dim=32, placement="broken"),
+    Case("strided inputs", _FOUR, num_queries=3, batch=1, head_dim=32, contiguous=False),
+    Case("two passes", _FOUR[:3], num_queries=3, batch=1, num_heads=1, head_dim=32, num_points=7),
+    Case("most points", ((3, 4),) * 2, num_queries=2, batch=1, num_heads=1, head_dim=32, num_points=16),
+    Case("most levels", ((2, 3),) * 8, num_queries=2, batch=1, num_heads=1, head_dim=32, num_points=1),
+)
+
+# NaN coordinates are cast to int and masked out, which numpy remarks on.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered"),
+]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fills what `torch.empty` returns with NaN, so that an element nobody writes fails a comparison."""
+    monkeypatch.setattr(launch, "_SORT_BLOCK", 32)  # a large sort takes the interpreter seconds
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(1000).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def run_hopper(inputs: OpInputs, value_layout: str = "BLNC", **way) -> dict[str, Tensor]:
+    """Returns output and gradients by name, value and its gradient in the layout of `inputs`."""
+    value = inputs.value if value_layout == "BLNC" else inputs.value.transpose(1, 2)
+    rest = (inputs.spatial_shapes, inputs.sampling_locations, inputs.attention_weights)
+    assert hopper.supports(value, *rest[:2], value_layout=value_layout) is None
+    output = hopper.forward(value, *rest, value_layout=value_layout)
+    grad_value, *grads = hopper.backward(inputs.grad_output, value, *rest, value_layout=value_layout, **way)
+    grad_value = grad_value if value_layout == "BLNC" else grad_value.transpose(1, 2)
+    return {"output": output, **dict(zip(INPUT_NAMES, (grad_value, *grads), strict=True))}
+
+
+def compare_hopper(inputs: OpInputs, **options) -> tuple[Comparison, ...]:
+    return compare_results(
+        evaluate(ms_deform_attn_reference, inputs.double(), INPUT_NAMES),
+        evaluate(ms_deform_attn_reference, inputs, INPUT_NAMES),
+        run_hopper(inputs, **options),
+    )
+
+
+@pytest.mark.parametrize("way", WAYS[:2], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_cases(case: Case, way: dict) -> None:
+    results = compare_hopper(make_inputs(case, torch.bfloat16, DEVICE, seed=0), **way)
+    assert [result for result in results if not result.passed] == []
+    assert len(results) == 4
+
+
+@pytest.mark.parametrize(("case", "way"), [(CASES[0], WAYS[0]), (CASES[0], WAYS[1]), (CASES[1], WAYS[2])], ids=str)
+def test_float16(case: Case, way: dict) -> None:
+    results = compare_hopper(make_inputs(case, torch.float16, DEVICE, seed=0), **way)
+    assert [result for result in results if not result.passed] == []
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_heads_first(way: dict) -> None:
+    case = Case("two queries", _FOUR, num_queries=2, batch=1, head_dim=32)
+    results = compare_hopper(make_inputs(case, torch.bfloat16, DEVICE, seed=1), value_layout="BNLC", **way)
+    assert [result for result in results if not result.passed] == []
+
+
+@pytest.mark.parametrize("spoil", ["xy", "level", "half a pixel"])
+def test_a_wrong_kernel_fails(spoil: str) -> None:
+    inputs = make_inputs(CASES[0], torch.bfloat16, DEVICE, seed=0)
+    locations, weights = inputs.sampling_locations, inputs.attention_weights
+    if spoil == "xy":
+        locations = locations.flip(-1)
+    elif spoil == "level":
+        weights = weights * torch.tensor([1, 1, 1, 0], device=DEVICE)[:, None]
+    else:
+        locations = locations + 0.5 / torch.tensor([(w, h) for h, w in _FOUR], device=DEVICE)[:, None]
+    wrong = OpInputs(inputs.value, inputs.spatial_shapes, locations, weights.to(inputs.value.dtype), inputs.grad_output)
+    results = compare_results(
+        evaluate(ms_deform_attn_reference, inputs.double(), INPUT_NAMES),
+        evaluate(ms_deform_attn_reference, inputs, INPUT_NAMES),
+        run_hopper(wrong, scatter="records"),
+    )
+    failed = {result.name for result in results if not result.passed}
+    assert {"output", "value"} <= failed
+
+
+def test_weights_may_be_float32() -> None:
+    inputs = make_inputs(CASES[0], torch.float32, DEVICE, seed=0)
+    mixed = OpInputs(
+        inputs.value.bfloat16(),
+        inputs.spatial_shapes,
+        inputs.sampling_locations,
+        inputs.attention_weights,
+        inputs.grad_output.bfloat16(),
+    )
+    results = compare_hopper(mixed, scatter="atomics")
+    assert [result for result in results if not result.passed] == []
+
+
+@pytest.mark.parametrize("asked", [(True, False, False), (False, True, False), (False, False, True), (False,) * 3])
+def test_only_gradients_asked_for(asked: tuple[bool, bool, bool]) -> None:
+    inputs = make_inputs(CASES[2], torch.bfloat16, DEVICE, seed=0)
+    rest = (inputs.value, inputs.spatial_shapes, inputs.sampling_locations, inputs.attention_weights)
+    everything = hopper.backward(inputs.grad_output, *rest, deterministic=True)
+    some = hopper.backward(
+        inputs.grad_output,
+        *rest,
+        compute_grad_value=asked[0],
+        compute_grad_sampling_locations=asked[1],
+        compute_grad_attention_weights=asked[2],
+        deterministic=True,
+    )
+    for wanted, gradient, expected in zip(asked, some, everything, strict=True):
+        assert torch.equal(gradient, expected) if wanted else gradient is None
+
+
+def fused_reference(shapes, value, points, offsets, logits) -> Tensor:
+    weights = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(3).softmax(-1).view_as(logits)
+    return ms_deform_attn_reference(value, shapes, sampling_locations_from_offsets(points, offsets, shapes), weights)
+
+
+def differentiate(op: Callable, shapes, tensors: tuple[Tensor, ...], upstream: Tensor) -> list[Tensor]:
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    output = op(shapes, *leaves)
+    return [output.detach(), *torch.autograd.grad(output, leaves, upstream.to(output.dtype))]
+
+
+@pytest.mark.parametrize(
+    ("coordinates", "boundary_dtype", "way"),
+    [
+        (2, torch.float32, WAYS[0]),
+        (2, torch.bfloat16, WAYS[1]),
+        (4, torch.float16, WAYS[1]),
+        (4, torch.bfloat16, WAYS[2]),
+    ],
+    ids=str,
+)
+def test_fused_boundary(coordinates: int, boundary_dtype: torch.dtype, way: dict) -> None:
+    case = Case("fused", _FOUR[:3], num_queries=3, head_dim=32, num_points=3)
+    inputs = make_inputs(case, torch.bfloat16, DEVICE, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    # Points off the pixel grid: offsets in half precision are often whole pixels, where gradients jump.
+    points = torch.rand(2, 3, 3, coordinates, generator=generator).to(DEVICE) * 0.9 + 0.0371
+    shape = inputs.attention_weights.shape
+    offsets = (torch.randn(*shape, 2, generator=generator) * 1.5).to(DEVICE, boundary_dtype)
+    logits = torch.randn(shape, generator=generator).to(DEVICE, boundary_dtype)
+    tensors = (inputs.value, points, offsets, logits)
+    expected = differentiate(fused_reference, _FOUR[:3], tuple(t.double() for t in tensors), inputs.grad_output)
+    competitor = differentiate(fused_reference, _FOUR[:3], tensors, inputs.grad_output)
+
+    def judge(actual: tuple[Tensor | None, ...]) -> None:
+        names = ("output", "value", "reference_points", "sampling_offsets", "attention_logits")
+        for name, exact, other, got in zip(names, expected, competitor, actual, strict=True):
+            if got is not None:
+                bound = OUTPUT if name == "output" else GRADIENT
+                result = compare(name, exact, other, got, bound)
+                assert result.passed, result
+
+    arguments = (inputs.value, _FOUR[:3], points, offsets, logits)
+    assert hopper.supports(inputs.value, _FOUR[:3], offsets, fused=True) is None
+    output = hopper.fused_forward(*arguments)
+    direct = hopper.fused_backward(inputs.grad_output, *arguments, **way)
+    assert direct[1] is None
+    judge((output, *direct))
+    chained = hopper.fused_backward(inputs.grad_output, *arguments, compute_grad_reference_points=True, **way)
+    assert all(gradient is not None for gradient in chained)
+    judge((output, *chained))
+
+
+@pytest.mark.parametrize("way", WAYS[1:], ids=str)
+def test_a_broken_gradient_row_stays_in_its_windows(way: dict) -> None:
+    inputs = make_inputs(Case("one", ((9, 15),), 2, 1, 1, 32, 1), torch.bfloat16, DEVICE, seed=0)
+    locations = torch.tensor([[1.5, 1.5], [11.5, 7.5]], device=DEVICE).view(1, 2, 1, 1, 1, 2)
+    locations = locations / torch.tensor([15.0, 9.0], device=DEVICE)  # pixels (1, 1) and (11, 7): another tile
+    inputs.grad_output[0, 0, 3] = torch.inf
+    weights = torch.ones_like(locations[..., 0]).bfloat16()
+    grad_value, _, _ = hopper.backward(inputs.grad_output, inputs.value, ((9, 15),), locations, weights, **way)
+    finite = grad_value[0, :, 0].isfinite().view(9, 15, 32)
+    window = torch.zeros(9, 15, dtype=torch.bool, device=DEVICE)
+    window[:4, :8] = True  # rows 0-3, columns 0-7: the window of the tile of (1, 1)
+    assert not finite[1, 1, 3]
+    assert finite[~window].all()
+    assert finite[..., [0, 1, 2, 4, 31]].all()  # other channels
+
+
+@pytest.mark.parametrize("way", WAYS[:2], ids=str)
+def test_a_broken_pixel_spoils_only_samples_that_hold_it(way: dict) -> None:
+    inputs = make_inputs(CASES[0], torch.bfloat16, DEVICE, seed=0)
+    exact = run_hopper(inputs, **way)
+    inputs.value[0, 5, 0] = torch.nan
+    spoilt = run_hopper(inputs, **way)
+    assert torch.equal(spoilt["output"][1], exact["output"][1])  # another item
+    assert torch.equal(spoilt["output"][0, :, 32:], exact["output"][0, :, 32:])  # another head
+    assert spoilt["value"].isfinite().all()
+
+
+def test_weights_beyond_float16_overflow_as_documented() -> None:
+    inputs = make_inputs(Case("one", ((4, 4),), 1, 1, 1, 32, 1), torch.bfloat16, DEVICE, seed=0)
+    locations = torch.full((1, 1, 1, 1, 1, 2), 0.375, device=DEVICE)  # the centre of pixel (1, 1)
+    value = torch.ones_like(inputs.value)
+    rest = (((4, 4),), locations)
+    assert hopper.forward(value, *rest, torch.full((1, 1, 1, 1, 1), 6e4, device=DEVICE)).isfinite().all()
+    assert not hopper.forward(value, *rest, torch.full((1, 1, 1, 1, 1), 7e4, device=DEVICE)).isfinite().any()
