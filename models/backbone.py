@@ -1,7 +1,7 @@
-"""ResNet backbones: which stages, which norms, which weights, what stays frozen."""
+"""ResNet and Swin backbones: which stages, which norms, which weights, what stays frozen."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from models.checkpoints import check_keys, read_checkpoint
 
+SWINS = ("swin_t", "swin_s", "swin_b")
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101")
 DILATABLE_RESNETS = ("resnet50", "resnet101")
 NORMS: dict[str, Callable[[int], nn.Module]] = {
@@ -20,6 +21,7 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
     "group": partial(nn.GroupNorm, 32),
 }
 STAGE_STRIDES = {"layer1": 4, "layer2": 8, "layer3": 16, "layer4": 32}
+SWIN_STAGE_STRIDES = {"1": 4, "3": 8, "5": 16, "7": 32}  # the even numbers are embedding and merging of patches
 FROZEN_STAGES = ("conv1", "bn1", "layer1")
 MAX_FEATURE_LEVELS = 5
 
@@ -55,7 +57,9 @@ class ResNetBackbone(nn.Module):
             are going to be loaded; a network from scratch trains everywhere.
         """
         super().__init__()
-        _check_settings(name, weights, norm, dilation, finest_stride, num_feature_levels)
+        _check_word("name", name, RESNETS)
+        _check_resnet_settings(name, weights, norm, dilation)
+        _check_weights(weights)
         resnet = torchvision.models.get_model(
             name,
             weights=None,
@@ -65,11 +69,10 @@ class ResNetBackbone(nn.Module):
         self.body = nn.Sequential(
             OrderedDict((key, child) for key, child in resnet.named_children() if key not in ("avgpool", "fc"))
         )
-        allowed = [stage for stage, stride in STAGE_STRIDES.items() if stride >= finest_stride]
-        self.stages = tuple(allowed[-num_feature_levels:])
+        self.stages = _feature_stages(STAGE_STRIDES, finest_stride, num_feature_levels)
         self.channels = tuple(_stage_channels(self.body.get_submodule(stage)) for stage in self.stages)
         if weights != "none":
-            _load_torchvision_weights(self.body, name, weights)
+            _load_torchvision_weights(self.body, name, weights, head=("fc.",))
         if weights != "none" or norm == "frozen":
             for stage in FROZEN_STAGES:
                 self.body.get_submodule(stage).requires_grad_(False)
@@ -92,15 +95,74 @@ class ResNetBackbone(nn.Module):
         return outputs
 
 
-def _check_settings(
-    name: str, weights: str, norm: str, dilation: bool, finest_stride: int, num_feature_levels: int
-) -> None:
-    if name not in RESNETS:
-        raise ValueError(f"name must be one of {', '.join(RESNETS)}, got {name!r}; choose one of them")
-    if norm not in NORMS:
-        raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {norm!r}; choose one of them")
+class SwinBackbone(nn.Module):
+    """A torchvision Swin transformer that returns the normalised feature maps of its last stages, finest first.
+
+    Attributes:
+        channels: channels of each returned feature map.
+    """
+
+    def __init__(self, *, name: str, weights: str, finest_stride: int, num_feature_levels: int) -> None:
+        """Creates the network and loads its weights.
+
+        Args:
+            name: one of `SWINS`.
+            weights: as for `ResNetBackbone`.
+            finest_stride: as for `ResNetBackbone`.
+            num_feature_levels: as for `ResNetBackbone`.
+
+        Raises:
+            ValueError: on an unknown word, or weights that do not fit the network.
+            RuntimeError: if the ImageNet weights can't be downloaded.
+
+        Notes:
+            Everything trains, with torchvision's stochastic depth. The norm of each returned stage starts anew: the
+            ImageNet weights have one for the last stage only, made for averaged features.
+        """
+        super().__init__()
+        _check_word("name", name, SWINS)
+        _check_weights(weights)
+        self.body = nn.ModuleDict({"features": torchvision.models.get_model(name, weights=None).features})
+        stages = _feature_stages(SWIN_STAGE_STRIDES, finest_stride, num_feature_levels)
+        first_norms = (self.body.get_submodule(f"features.{stage}.0.norm1") for stage in stages)
+        self.channels = tuple(norm.normalized_shape[0] for norm in first_norms if isinstance(norm, nn.LayerNorm))
+        self.norms = nn.ModuleDict({stage: nn.LayerNorm(c) for stage, c in zip(stages, self.channels, strict=True)})
+        if weights != "none":
+            _load_torchvision_weights(self.body, name, weights, head=("norm.", "head."))
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        """Computes the feature maps.
+
+        Args:
+            images: float [B, 3, H, W], normalised.
+
+        Returns:
+            One float [B, channels, H_l, W_l] a stage, finest first.
+        """
+        features = images
+        outputs = []
+        for key, stage in self.body["features"].named_children():
+            features = stage(features)
+            if key in self.norms:
+                outputs.append(self.norms[key](features).permute(0, 3, 1, 2))
+        return outputs
+
+
+Backbone = ResNetBackbone | SwinBackbone
+
+
+def _check_word(key: str, word: str, words: Iterable[str]) -> None:
+    if word not in words:
+        raise ValueError(f"{key} must be one of {', '.join(words)}, got {word!r}; choose one of them")
+
+
+def _check_weights(weights: str) -> None:
     if weights not in ("none", "imagenet") and not Path(weights).is_file():
         raise ValueError(f"weights must be none, imagenet or the path of a file, got {weights!r}; no such file exists")
+
+
+def _check_resnet_settings(name: str, weights: str, norm: str, dilation: bool) -> None:
+    _check_word("norm", norm, NORMS)
     if norm == "group" and weights != "none":
         raise ValueError(
             f"norm must be frozen, batch or sync with pretrained weights, got 'group' with weights={weights!r}; "
@@ -108,11 +170,17 @@ def _check_settings(
         )
     if dilation and name not in DILATABLE_RESNETS:
         raise ValueError(f"dilation must be false for {name}, got true; take one of {', '.join(DILATABLE_RESNETS)}")
-    if finest_stride not in STAGE_STRIDES.values():
-        strides = ", ".join(map(str, STAGE_STRIDES.values()))
-        raise ValueError(f"finest_stride must be one of {strides}, got {finest_stride}; choose one of them")
+
+
+def _feature_stages(strides: Mapping[str, int], finest_stride: int, num_feature_levels: int) -> tuple[str, ...]:
+    if finest_stride not in strides.values():
+        raise ValueError(
+            f"finest_stride must be one of {', '.join(map(str, strides.values()))}, got {finest_stride}; "
+            "choose one of them"
+        )
     if not 1 <= num_feature_levels <= MAX_FEATURE_LEVELS:
         raise ValueError(f"num_feature_levels must lie in 1..{MAX_FEATURE_LEVELS}, got {num_feature_levels}; change it")
+    return tuple(stage for stage, stride in strides.items() if stride >= finest_stride)[-num_feature_levels:]
 
 
 def _stage_channels(stage: nn.Module) -> int:
@@ -121,9 +189,9 @@ def _stage_channels(stage: nn.Module) -> int:
     return last_conv.out_channels
 
 
-def _load_torchvision_weights(body: nn.Module, name: str, weights: str) -> None:
+def _load_torchvision_weights(body: nn.Module, name: str, weights: str, head: tuple[str, ...]) -> None:
     state_dict = _download_imagenet_weights(name) if weights == "imagenet" else read_checkpoint(weights)
-    state_dict = {key: tensor for key, tensor in state_dict.items() if not key.startswith("fc.")}
+    state_dict = {key: tensor for key, tensor in state_dict.items() if not key.startswith(head)}
     check_keys(state_dict, body.state_dict(), weights)
     body.load_state_dict(state_dict, strict=False)
 

@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from models.backbone import ResNetBackbone
+from models.backbone import Backbone
 from models.checkpoints import load_weights
 from models.decoder import predict_boxes
 from models.deformable_transformer import DeformableTransformer, EncoderDecoder
@@ -21,7 +21,7 @@ NUM_BOX_LAYERS = 3
 
 
 class DeformableDetr(nn.Module):
-    """Detects objects with a ResNet, a deformable transformer and one class and box head a decoder layer.
+    """Detects objects with a backbone, a deformable transformer and one class and box head a decoder layer.
 
     State-dict keys equal those of the published checkpoints. Heads are shared by all layers unless boxes are refined.
     A two-stage model has one more pair of heads, the last, which scores the encoder's proposals.
@@ -30,7 +30,7 @@ class DeformableDetr(nn.Module):
     def __init__(
         self,
         *,
-        backbone: ResNetBackbone,
+        backbone: Backbone,
         position_encoding: SinePositionEncoding,
         transformer: DeformableTransformer,
         num_classes: int,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.backbone import ResNetBackbone
+from models.backbone import Backbone
 from models.boxes import inverse_sigmoid
 from models.checkpoints import load_weights
 from models.deformable_detr import box_head, check_sizes, class_head, classify, feature_levels, input_projections
@@ -125,7 +125,7 @@ class DinoTransformer(EncoderDecoder):
 
 
 class Dino(nn.Module):
-    """Detects objects with a ResNet, a deformable transformer and one class and one box head for all decoder layers.
+    """Detects objects with a backbone, a deformable transformer and one class and one box head for all decoder layers.
 
     State-dict keys equal those of the published checkpoints: the shared heads stand there under every layer's name.
     The encoder's proposals have heads of their own. In training, noised targets are decoded besides.
@@ -134,7 +134,7 @@ class Dino(nn.Module):
     def __init__(
         self,
         *,
-        backbone: ResNetBackbone,
+        backbone: Backbone,
         position_encoding: SinePositionEncoding,
         transformer: DinoTransformer,
         denoising: ContrastiveDenoising,

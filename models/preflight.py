@@ -52,7 +52,7 @@ def check_run(cfg: DictConfig) -> None:
     except RuntimeError as error:
         raise ValueError(f"op={cfg.op.backend} cannot run here: {error}") from error
     untrained = cfg.backbone.weights == "none" and cfg.ckpt_path is None and cfg.model.weights is None
-    if cfg.backbone.norm == "frozen" and untrained:
+    if "norm" in cfg.backbone and cfg.backbone.norm == "frozen" and untrained:
         raise ValueError(
             "backbone.norm=frozen must come with trained statistics, got backbone.weights=none; "
             "use backbone.norm=batch, or backbone.weights=imagenet or a path"

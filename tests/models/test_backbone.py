@@ -7,7 +7,7 @@ import torch
 import torchvision
 from torch import nn
 
-from models.backbone import ResNetBackbone
+from models.backbone import ResNetBackbone, SwinBackbone
 
 
 def build(**overrides: Any) -> ResNetBackbone:
@@ -118,3 +118,66 @@ def test_a_failed_download_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> N
 def test_wrong_settings_are_refused(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(**overrides)
+
+
+@pytest.fixture
+def small_swin(monkeypatch: pytest.MonkeyPatch) -> torchvision.models.SwinTransformer:
+    """What torchvision makes under the name of swin_t, but a tiny one."""
+    torch.manual_seed(1)
+    swin = torchvision.models.SwinTransformer([4, 4], 8, [1, 1, 2, 1], [1, 2, 2, 4], [3, 3], num_classes=3)
+    monkeypatch.setattr("torchvision.models.get_model", lambda name, weights: swin)
+    return swin
+
+
+def build_swin(**overrides: Any) -> SwinBackbone:
+    settings: dict[str, Any] = {"name": "swin_t", "weights": "none", "finest_stride": 8, "num_feature_levels": 4}
+    return SwinBackbone(**settings | overrides)
+
+
+@pytest.mark.parametrize(
+    ("levels", "finest_stride", "strides"), [(1, 8, [32]), (4, 8, [8, 16, 32]), (5, 4, [4, 8, 16, 32])]
+)
+@pytest.mark.usefixtures("small_swin")
+def test_swin_levels_and_channels(levels: int, finest_stride: int, strides: list[int]) -> None:
+    backbone = build_swin(num_feature_levels=levels, finest_stride=finest_stride)
+    features = backbone(torch.randn(1, 3, 64, 96))
+    assert [(f.shape[2], f.shape[3]) for f in features] == [(64 // s, 96 // s) for s in strides]
+    assert tuple(f.shape[1] for f in features) == backbone.channels == tuple(2 * s for s in strides)
+    sum(f.sum() for f in features).backward()
+    assert all(parameter.grad is not None for parameter in backbone.parameters())
+
+
+def test_swin_features_are_those_of_torchvision_normalised(small_swin: torchvision.models.SwinTransformer) -> None:
+    backbone, images = build_swin().eval(), torch.randn(1, 3, 64, 96)
+    expected = small_swin.eval().features(images)
+    expected = nn.functional.layer_norm(expected, expected.shape[-1:])
+    torch.testing.assert_close(backbone(images)[-1], expected.permute(0, 3, 1, 2))
+
+
+def test_swin_takes_images_of_any_size(small_swin: torchvision.models.SwinTransformer) -> None:
+    features = build_swin()(torch.randn(1, 3, 70, 101))
+    assert [(f.shape[2], f.shape[3]) for f in features] == [(9, 13), (5, 7), (3, 4)]
+
+
+def test_swin_weights_by_path_are_loaded(small_swin: torchvision.models.SwinTransformer, tmp_path: Path) -> None:
+    expected = {key: torch.randn_like(value.float()).to(value) for key, value in small_swin.state_dict().items()}
+    torch.save(expected, tmp_path / "swin.pth")
+    backbone = build_swin(weights=str(tmp_path / "swin.pth"))
+    actual = backbone.body.state_dict()
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in actual.items())
+    assert {key.split(".")[0] for key in set(expected) - set(actual)} == {"norm", "head"}
+    assert all(parameter.requires_grad for parameter in backbone.parameters())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"name": "swin_l"}, "name must be one of swin_t, swin_s, swin_b, got 'swin_l'"),
+        ({"weights": "imagnet"}, "weights must be none, imagenet or the path of a file, got 'imagnet'"),
+        ({"finest_stride": 2}, "finest_stride must be one of 4, 8, 16, 32, got 2"),
+    ],
+)
+@pytest.mark.usefixtures("small_swin")
+def test_wrong_settings_of_swin_are_refused(overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_swin(**overrides)

@@ -28,6 +28,9 @@ def test_good_settings_pass(tmp_path):
     checkpoint = tmp_path / "last.ckpt"
     checkpoint.touch()
     check_run(settings(mode="validate", ckpt_path=str(checkpoint), backbone__norm="frozen"))
+    without_norms = settings()
+    del without_norms.backbone.norm
+    check_run(without_norms)
 
 
 @pytest.mark.parametrize(
