@@ -115,19 +115,6 @@ def backward_kernel(
         inside_10 = bottom_inside & left_inside
         inside_11 = bottom_inside & right_inside
 
-        if grad_value is not None:
-            gradient = grad_value + first_value
-            share_top = weight * (1 - y_fraction)
-            share_bottom = weight * y_fraction
-            share_00 = upstream * (share_top * (1 - x_fraction))[:, :, None]
-            share_01 = upstream * (share_top * x_fraction)[:, :, None]
-            share_10 = upstream * (share_bottom * (1 - x_fraction))[:, :, None]
-            share_11 = upstream * (share_bottom * x_fraction)[:, :, None]
-            add_rows(gradient, top_left, inside_00, channel_mask, share_00)
-            add_rows(gradient, top_left + row_stride, inside_01, channel_mask, share_01)
-            add_rows(gradient, bottom_left, inside_10, channel_mask, share_10)
-            add_rows(gradient, bottom_left + row_stride, inside_11, channel_mask, share_11)
-
         if (grad_points is not None) or (grad_scores is not None) or (grad_reference is not None):
             # The four corners dotted with the upstream gradient: what is left of a sample are scalars.
             dot_00 = tl.sum(load_rows(value, top_left, inside_00, channel_mask) * upstream, axis=2)
@@ -157,6 +144,20 @@ def backward_kernel(
                 store_pairs(
                     grad_points + 2 * first_sample, samples, sample_mask, grad_x, grad_y, num_samples, PAIR_FIRST
                 )
+
+        # Last, so that nothing of the dot products stays in registers across the adds: below sm_90 it would spill.
+        if grad_value is not None:
+            gradient = grad_value + first_value
+            share_top = weight * (1 - y_fraction)
+            share_bottom = weight * y_fraction
+            share_00 = upstream * (share_top * (1 - x_fraction))[:, :, None]
+            share_01 = upstream * (share_top * x_fraction)[:, :, None]
+            share_10 = upstream * (share_bottom * (1 - x_fraction))[:, :, None]
+            share_11 = upstream * (share_bottom * x_fraction)[:, :, None]
+            add_rows(gradient, top_left, inside_00, channel_mask, share_00)
+            add_rows(gradient, top_left + row_stride, inside_01, channel_mask, share_01)
+            add_rows(gradient, bottom_left, inside_10, channel_mask, share_10)
+            add_rows(gradient, bottom_left + row_stride, inside_11, channel_mask, share_11)
 
     if NUM_COORDINATES > 0 and grad_scores is not None:
         store_logit_gradient(
