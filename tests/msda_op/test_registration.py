@@ -127,7 +127,7 @@ def test_exported_with_a_free_number_of_queries(backend: str) -> None:
         exported = torch.export.export(Attention(backend), traced_inputs(6), dynamic_shapes=axes)
         inputs = traced_inputs(9)
         torch.testing.assert_close(exported.module()(*inputs), Attention(backend)(*inputs))
-    if backend == "triton":
+    if backend == "triton" and DEVICE.type == "cpu":  # on a GPU an exporter may look into the op
         names = {str(node.target) for node in exported.graph.nodes if node.op == "call_function"}
         assert "msda_op.forward.default" in names
 
