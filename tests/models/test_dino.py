@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from models.criterion import Criterion
+from models.denoising import ContrastiveDenoising
 from models.dino import Dino
 from models.structures import DetectorOutput, ImageBatch, Targets
 
@@ -157,6 +158,32 @@ def test_only_the_matcher_waits_for_the_gpu(
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(parameter.grad is not None for parameter in dino.parameters())
+
+
+@pytest.mark.gpu
+def test_an_image_of_500_boxes_needs_at_most_half_as_much_memory_again(
+    make_dino: Callable[..., Dino], criterion: Criterion
+) -> None:
+    published = {"d_model": 256, "num_heads": 8, "num_encoder_layers": 6, "num_decoder_layers": 6}
+    points = {"num_encoder_points": 4, "num_decoder_points": 4}
+    model = make_dino(**published, **points, num_queries=900, dim_feedforward=2048, backend="triton").cuda()
+    model.denoising = ContrastiveDenoising(num_queries=100, max_queries=400, label_noise_ratio=0.5, box_noise_scale=1.0)
+    padding_mask = torch.zeros(2, 512, 640, dtype=torch.bool, device="cuda")
+    batch = ImageBatch(torch.randn(2, 3, 512, 640, device="cuda"), padding_mask)
+
+    def peak_mib(*counts: int) -> float:
+        targets = make_targets(*counts)
+        targets = Targets(targets.labels.cuda(), targets.boxes_cxcywh.cuda(), targets.counts)
+        model.zero_grad(set_to_none=True)
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            losses = criterion(model(batch, targets), targets, lambda count: count)
+        losses.total.backward()
+        return torch.cuda.max_memory_allocated() / 2**20
+
+    peak_mib(7, 7)  # the first step also holds what libraries allocate once
+    normal, dense = peak_mib(7, 7), peak_mib(7, 500)
+    assert dense <= 1.5 * normal, f"{dense:.0f} MiB after {normal:.0f}"
 
 
 def test_checkpointing_gives_the_same_gradients(make_dino: Callable[..., Dino], image_batch: ImageBatch) -> None:
