@@ -100,9 +100,7 @@ class ContrastiveDenoising:
             if value < low:
                 raise ValueError(f"{name} must be at least {low}, got {value}; raise it")
         if not 0 <= label_noise_ratio <= 2:
-            raise ValueError(
-                f"label_noise_ratio must lie in 0..2, got {label_noise_ratio}; half of it is a probability"
-            )
+            raise ValueError(f"label_noise_ratio must lie in 0..2, got {label_noise_ratio}; give twice a probability")
         if box_noise_scale < 0:
             raise ValueError(f"box_noise_scale must be at least 0, got {box_noise_scale}; 0 leaves the boxes alone")
         self.num_queries = num_queries
