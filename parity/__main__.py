@@ -1,0 +1,26 @@
+"""Compares two ops: `python -m parity <op|model|trajectory|ensemble|evaluation|speed|sensitivity|all> [overrides]`."""
+
+import sys
+
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from models.environment import silence_dependencies
+from parity.suite import LEVELS, run_suite
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the suite; returns 0 for PASS, 1 for FAIL, 2 for INCONCLUSIVE and 3 for settings that are wrong."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(f"{__doc__}\nlevels: {', '.join(LEVELS)}, all\noverrides: keys and groups of configs/parity.yaml")
+        return 0 if arguments else 3
+    silence_dependencies()
+    try:
+        return run_suite(arguments[0], arguments[1:], lambda line: print(line, flush=True)).exit_code
+    except (ValueError, FileNotFoundError, HydraException, OmegaConfBaseException) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

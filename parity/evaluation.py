@@ -1,0 +1,162 @@
+"""L5: with the same weights, does the other op find the same?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from pycocotools.coco import COCO
+from torch import Tensor
+
+from coco.annotations import build_index
+from coco.datamodule import CocoDataModule
+from coco.evaluator import CocoEvaluator, EvaluationResult, ImageDetections
+from models.postprocess import postprocess
+from parity.arms import Arm, Experiment, arm_hash, nudge_weights
+from parity.recording import Progress
+from parity.results import Check, LevelResult, guard, judge
+from parity.training import TrainingLoop, autocast_dtype, build_data, build_detector, faulty, move_batch
+
+QUESTION = "With the same weights, does the other op give the same AP?"
+PERCENT = 100
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Detections of one arm by image id, the images' annotations, and COCO's metrics."""
+
+    detections: dict[int, ImageDetections]
+    annotations: COCO
+    result: EvaluationResult
+
+
+def run_evaluation(experiment: Experiment, progress: Progress) -> LevelResult:
+    """Evaluates the same weights under the op that is compared with, its controls, and the op under test.
+
+    Controls are the same op again, and from weights one unit in the last place away. Weights come from `model.weights`,
+    or from a short training with the op that is compared with. Beside AP the detections themselves are compared: AP of
+    one arm's best detections where the other's count as ground truth.
+    """
+    weights = train_weights(experiment, progress)
+    arms = [*control_arms(experiment), Arm("B", experiment.op, experiment.seed)]
+    found = [evaluate_arm(experiment, arm, weights, progress) for arm in arms]
+    base, *controls, other = found
+    checks, numbers = compare_evaluations(base, controls, other, experiment)
+    settings = experiment.settings.evaluation
+    data = {
+        "metrics": {arm.name: _in_percent(each.result.metrics) for arm, each in zip(arms, found, strict=True)},
+        "categories": [
+            {
+                "name": entry.category.name,
+                "num_boxes": entry.num_boxes,
+                **{arm.name: PERCENT * each.result.categories[row].ap for arm, each in zip(arms, found, strict=True)},
+            }
+            for row, entry in enumerate(found[0].result.categories)
+        ],
+        "num_images": found[0].result.num_images,
+        **numbers,
+    }
+    margins = {
+        "AP": f"the controls' largest difference + {settings.margin_ap:g} points",
+        "agreement": f"at least {settings.min_agreement:g} points, or that of the controls",
+    }
+    return LevelResult("evaluation", QUESTION, tuple(checks), margins, data)
+
+
+def train_weights(experiment: Experiment, progress: Progress) -> dict[str, Tensor]:
+    """Returns the state of a trained detector; kept in the output folder as finished arms are."""
+    steps = (
+        0 if experiment.configs[experiment.against].model.weights is not None else experiment.settings.evaluation.steps
+    )
+    arm = Arm("weights", experiment.against, experiment.seed)
+    path = experiment.output / "arms" / f"{arm_hash(experiment, arm, steps, steps)}.pt"
+    if path.is_file():
+        progress("evaluation: weights read back")
+        return torch.load(path, weights_only=True, map_location="cpu")
+    loop = TrainingLoop(experiment, arm, max(1, steps))
+    for step in range(steps):
+        loop.step(loop.next_batch())
+        if (step + 1) % max(1, steps // 4) == 0:
+            progress(f"evaluation: weights, step {step + 1} of {steps}")
+    state = {name: tensor.detach().cpu() for name, tensor in loop.detector.state_dict().items()}
+    aside = path.with_suffix(".part")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(state, aside)
+    aside.replace(path)
+    return state
+
+
+@torch.no_grad()
+def evaluate_arm(experiment: Experiment, arm: Arm, weights: dict[str, Tensor], progress: Progress) -> Evaluated:
+    """Evaluates weights on the validation images under the op, and the fault, of an arm."""
+    config = experiment.config_of(arm)
+    data: CocoDataModule = build_data(config)
+    detector = build_detector(config, data, arm)
+    detector.load_state_dict(weights)
+    if arm.nudge:
+        nudge_weights(detector.model, arm.nudge)
+    detector = detector.to(experiment.device).eval()
+    evaluator = CocoEvaluator(annotations=data.val_annotations, categories=data.categories)
+    dtype = autocast_dtype(config)
+    with faulty(detector, arm), torch.autocast(experiment.device.type, dtype=dtype, enabled=dtype is not None):
+        for batch in data.val_dataloader():
+            moved = move_batch(batch, experiment.device)
+            detections = postprocess(detector(moved), moved["original_sizes_hw"], detector.top_k)
+            evaluator.update(moved["image_ids"], detections)
+    result = evaluator.evaluate()
+    progress(f"evaluation: arm {arm.name} ({arm.op}), AP {PERCENT * result.metrics['AP']:.2f}")
+    return Evaluated(evaluator.detections, data.val_annotations, result)
+
+
+def control_arms(experiment: Experiment) -> list[Arm]:
+    """Returns A, A' (A again) and A+1 (A from weights one unit in the last place away)."""
+    arm = Arm("A", experiment.against, experiment.seed)
+    return [arm, replace(arm, name="A'", repeat=1), replace(arm, name="A+1", nudge=1)]
+
+
+def compare_evaluations(
+    base: Evaluated, controls: Sequence[Evaluated], other: Evaluated, experiment: Experiment
+) -> tuple[list[Check], dict[str, Any]]:
+    """Compares AP and detections of an arm with those of the base, by the base's own difference from its controls."""
+    settings = experiment.settings.evaluation
+    ap, *control_aps, other_ap = (PERCENT * each.result.metrics["AP"] for each in (base, *controls, other))
+    allowed = max(abs(control - ap) for control in control_aps) + settings.margin_ap
+    difference = abs(other_ap - ap)
+    *control_agreements, agreement = (agree(base, each, settings.num_agreed) for each in (*controls, other))
+    required = min(settings.min_agreement, *control_agreements)
+    found = ap >= settings.min_ap
+    words = "AP of the base" if found else "refused: too low to compare anything, AP of the base"
+    checks = [
+        guard("AP of arm A", found, f"{words} {ap:.3f} points ({settings.min_ap:g} needed)"),
+        Check("AP", judge(difference <= allowed), f"differs by {difference:.4f} of {allowed:.4f} points"),
+        Check("detections", judge(agreement >= required), f"agreement {agreement:.2f} points ({required:.2f} needed)"),
+    ]
+    numbers = {"agreement": agreement, "control_agreements": control_agreements, "allowed_ap_difference": allowed}
+    return checks, numbers
+
+
+def agree(truth: Evaluated, other: Evaluated, num_agreed: int) -> float:
+    """Returns the AP, in points, of the best detections of `other` with those of `truth` as the ground truth."""
+    numbered = [
+        {**found, "id": number, "area": found["bbox"][2] * found["bbox"][3], "iscrowd": 0}
+        for number, found in enumerate(_keep_best(truth, truth.annotations, num_agreed).coco_results(), start=1)
+    ]
+    source = truth.annotations.dataset
+    index = build_index(source["images"], source["categories"], numbered)
+    return PERCENT * _keep_best(other, index, num_agreed).evaluate().metrics["AP"]
+
+
+def _keep_best(evaluated: Evaluated, annotations: COCO, num_kept: int) -> CocoEvaluator:
+    """Returns an evaluator of the best detections of each image; they come best first."""
+    categories = tuple(entry.category for entry in evaluated.result.categories)
+    evaluator = CocoEvaluator(annotations=annotations, categories=categories)
+    best = {
+        image_id: ImageDetections(found.scores[:num_kept], found.labels[:num_kept], found.boxes_xyxy[:num_kept])
+        for image_id, found in evaluated.detections.items()
+    }
+    evaluator.gather(lambda _: [best])
+    return evaluator
+
+
+def _in_percent(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: PERCENT * value for name, value in metrics.items()}

@@ -1,0 +1,64 @@
+"""Puts something in place of, or around, the op that the attention modules call."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+import msda_op
+from msda_op import ms_deform_attn  # bound here: the original, also while something stands in its place
+from parity.comparisons import Op
+
+Around = Callable[[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]], Tensor]
+
+
+def op_of(backend: str) -> Op:
+    """Returns the op with a backend as comparisons call it."""
+
+    def call(value: Tensor, spatial_shapes: Any, locations: Tensor, weights: Tensor) -> Tensor:
+        return ms_deform_attn(value, spatial_shapes, None, locations, weights, backend=backend)
+
+    return call
+
+
+@contextmanager
+def replacing_op(op: Op) -> Iterator[None]:
+    """Has every attention module call `op`; locations and weights of a fused call are computed in PyTorch before.
+
+    Args:
+        op: called with value, spatial_shapes, sampling_locations, attention_weights.
+    """
+
+    def replace(call: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        value, spatial_shapes, _, *rest = args
+        if len(rest) == 3:
+            reference_points, offsets, logits = rest
+            locations = msda_op.sampling_locations_from_offsets(reference_points, offsets, spatial_shapes)
+            weights = logits.float().flatten(3).softmax(-1).view(offsets.shape[:-1])
+        else:
+            locations, weights = rest
+        return op(value, spatial_shapes, locations, weights)
+
+    with calling_around_op(replace):
+        yield
+
+
+@contextmanager
+def calling_around_op(around: Around) -> Iterator[None]:
+    """Calls `around(op, args, kwargs)` in place of every call of the op from an attention module.
+
+    The modules find the op, plain or fused, as an attribute of `msda_op`; it is exchanged there and put back.
+    """
+    originals = {name: getattr(msda_op, name) for name in ("ms_deform_attn", "fused_ms_deform_attn")}
+
+    def wrap(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args, **kwargs: around(call, args, kwargs)
+
+    for name, call in originals.items():
+        setattr(msda_op, name, wrap(call))
+    try:
+        yield
+    finally:
+        for name, call in originals.items():
+            setattr(msda_op, name, call)

@@ -1,0 +1,221 @@
+"""L1 and L2: does one step of the attention module, and of the whole model, do the same? In strict float32."""
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from coco.collate import Batch
+from models.layers.ms_deform_attn import MSDeformAttn
+from models.structures import DetectorOutput
+from parity.arms import ROOT, Arm, Experiment, nudge_weights
+from parity.controls import GROUPS, Judged, judge, relative_errors
+from parity.recording import Progress
+from parity.results import Check, LevelResult, Verdict
+from parity.results import judge as verdict_of
+from parity.tolerances import GRADIENT, OUTPUT
+from parity.training import TrainingLoop, build_data, build_detector
+
+QUESTION = "With the same weights and one batch, is one step the same?"
+NUM_WORST = 10
+_BATCHES = 4
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one step of a model left.
+
+    Args:
+        tensors: outputs, losses, gradients and updated parameters, by (group, name).
+        queries: query that each target got, int64 [n, R], in order of the targets.
+    """
+
+    tensors: dict[tuple[str, str], Tensor]
+    queries: Tensor
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The step that others are compared with.
+
+    Args:
+        snapshot: of the op that is compared with.
+        control_errors: relative errors of the controls.
+        controls_keep_assignment: whether no control changed the assignment.
+        batch: what was trained on.
+    """
+
+    snapshot: Snapshot
+    control_errors: Sequence[Mapping[tuple[str, str], float]]
+    controls_keep_assignment: bool
+    batch: Batch
+
+
+def run_model_level(experiment: Experiment, progress: Progress) -> LevelResult:
+    """Compares one step of a module and of the model under both ops."""
+    strict = in_strict_fp32(experiment)
+    progress("model: one step of the base, its controls and the op under test")
+    module_rows = _judge_modules(strict)
+    baseline = take_baseline(strict)
+    other = take_snapshot(strict, Arm("B", strict.op, strict.seed), baseline.batch)
+    checks, rows = judge_model(baseline, other)
+    wrong = [row.name for row in module_rows if not row.passed]
+    detail = f"{len(module_rows)} tensors of both kinds of reference points"
+    checks.insert(0, Check("module", verdict_of(not wrong), f"{detail}; out of bounds: {', '.join(wrong) or 'none'}"))
+    gradients = sorted((row for row in rows if row.group == "gradient"), key=lambda row: row.ratio, reverse=True)
+    data = {
+        "module": [_to_json(row) for row in module_rows],
+        "tensors": [_to_json(row) for row in rows if row.group in ("output", "loss")],
+        "worst_gradients": [_to_json(row) for row in gradients[:NUM_WORST]],
+        "num_gradients": len(gradients),
+    }
+    margins = {
+        "outputs and losses": f"{OUTPUT.factor:g} x the controls' difference",
+        "gradients and updated parameters": f"{GRADIENT.factor:g} x",
+        "controls": strict.settings.model.controls,
+    }
+    return LevelResult("model", QUESTION, tuple(checks), margins, data)
+
+
+def in_strict_fp32(experiment: Experiment) -> Experiment:
+    """Returns the experiment with `precision=fp32`, TF32 off."""
+    configs = {}
+    for op, config in experiment.configs.items():
+        configs[op] = copy.deepcopy(config)
+        configs[op].precision = OmegaConf.load(ROOT / "configs" / "precision" / "fp32.yaml")
+    return replace(experiment, configs=configs)
+
+
+def take_baseline(experiment: Experiment) -> Baseline:
+    """Runs the step of the op that is compared with, and of its controls."""
+    arm = Arm("A", experiment.against, experiment.seed)
+    loop = TrainingLoop(experiment, arm, total_steps=1)
+    # Faults in padding need a batch that has some.
+    batch = max((loop.next_batch() for _ in range(_BATCHES)), key=lambda batch: batch["padding_mask"].sum().item())
+    base = take_snapshot(experiment, arm, batch)
+    errors, keep = [], True
+    for nudge in range(1, experiment.settings.model.controls + 1):
+        control = take_snapshot(experiment, replace(arm, name=f"A+{nudge}", nudge=nudge), batch)
+        errors.append(relative_errors(base.tensors, control.tensors))
+        keep = keep and torch.equal(control.queries, base.queries)
+    return Baseline(base, errors, keep, batch)
+
+
+def take_snapshot(experiment: Experiment, arm: Arm, batch: Batch) -> Snapshot:
+    """Runs one step of an arm on a batch, from roughened weights."""
+    loop = TrainingLoop(experiment, replace(arm, nudge=0), total_steps=1)
+    model = loop.detector.model
+    roughen_attention(model, experiment.settings.model.roughness, arm.seed)
+    if arm.nudge:
+        nudge_weights(model, arm.nudge)
+    outputs: list[DetectorOutput] = []
+    hook = model.register_forward_hook(lambda module, args, output: outputs.append(output))
+    gradients: dict[tuple[str, str], Tensor] = {}
+    torch.manual_seed(arm.seed)
+    losses = loop.backward(batch)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradients["gradient", name] = parameter.grad.detach().clone()
+    loop.update()
+    hook.remove()
+    tensors = {("output", name): tensor for name, tensor in _output_tensors(outputs[0]).items()}
+    tensors |= {("loss", name): value for name, value in losses.terms.items()}
+    tensors |= gradients
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            tensors["updated parameter", name] = parameter.detach().clone()
+    return Snapshot(tensors, loop.assigned_queries())
+
+
+def judge_model(baseline: Baseline, other: Snapshot) -> tuple[list[Check], list[Judged]]:
+    """Returns a check for the assignment and one for each group of tensors, and the judgement of each tensor."""
+    same = torch.equal(other.queries, baseline.snapshot.queries)
+    if baseline.controls_keep_assignment:
+        share = (other.queries != baseline.snapshot.queries).double().mean().item()
+        assignment = Check("assignment", verdict_of(same), f"{100 * share:.3g} % of the pairs changed")
+    else:
+        detail = "a nudge of one unit in the last place changes it: too close to call on this batch"
+        assignment = Check("assignment", Verdict.INCONCLUSIVE, detail)
+    rows = judge(baseline.snapshot.tensors, baseline.control_errors, other.tensors)
+    checks = [assignment]
+    for group, plural in GROUPS.items():
+        members = [row for row in rows if row.group == group]
+        worst = max(members, key=lambda row: row.ratio)
+        failed = sum(not row.passed for row in members)
+        detail = f"{failed} of {len(members)} out of bounds; worst {worst.name}: {worst.error:.2e} of {worst.limit:.2e}"
+        checks.append(Check(plural, verdict_of(failed == 0), detail))
+    return checks, rows
+
+
+@torch.no_grad()
+def roughen_attention(model: nn.Module, roughness: float, seed: int) -> None:
+    """Adds normal noise to the attention's offset and weight projections, which start at zero and would hide faults."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, MSDeformAttn):
+            for projection in (module.sampling_offsets, module.attention_weights):
+                noise = torch.randn(projection.weight.shape, generator=generator) * roughness
+                projection.weight.add_(noise.to(projection.weight))
+
+
+def _output_tensors(output: DetectorOutput) -> dict[str, Tensor]:
+    tensors = {"logits": output.logits, "boxes": output.boxes_cxcywh}
+    if output.proposals is not None:
+        tensors |= {"proposal logits": output.proposals.logits, "proposal boxes": output.proposals.boxes_cxcywh}
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def _judge_modules(experiment: Experiment) -> list[Judged]:
+    """Judges the attention module by itself, with points and with boxes as reference."""
+    rows = []
+    for coordinates, kind in ((2, "points"), (4, "boxes")):
+        base = _run_module(experiment, experiment.against, coordinates, nudge=0)
+        controls = [
+            relative_errors(base, _run_module(experiment, experiment.against, coordinates, nudge))
+            for nudge in range(1, experiment.settings.model.controls + 1)
+        ]
+        other = _run_module(experiment, experiment.op, coordinates, nudge=0)
+        rows += [dataclasses.replace(row, name=f"{row.name} ({kind})") for row in judge(base, controls, other)]
+    return rows
+
+
+def _run_module(experiment: Experiment, op: str, coordinates: int, nudge: int) -> dict[tuple[str, str], Tensor]:
+    """Runs a module forward and backward; returns its output and the gradients of inputs and parameters."""
+    arm = Arm("module", op, experiment.seed)
+    config = experiment.config_of(arm)
+    model = build_detector(config, build_data(config), arm).model
+    module = next(module for module in model.modules() if isinstance(module, MSDeformAttn))
+    roughen_attention(module, experiment.settings.model.roughness, experiment.seed)
+    if nudge:
+        nudge_weights(module, nudge)
+    module = module.to(experiment.device)
+    generator = torch.Generator().manual_seed(experiment.seed)
+    shapes = tuple((max(1, 9 >> level), max(1, 12 >> level)) for level in range(module.num_levels))
+    width = module.value_proj.in_features
+    num_queries, value_length = 7, sum(h * w for h, w in shapes)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(experiment.device)
+
+    inputs = {
+        "query": draw(2, num_queries, width),
+        "reference points": draw(2, num_queries, module.num_levels, coordinates).sigmoid(),
+        "features": draw(2, value_length, width),
+    }
+    for tensor in inputs.values():
+        tensor.requires_grad_()
+    padding_mask = draw(2, value_length) > 1
+    output = module(*inputs.values(), shapes, padding_mask)
+    output.backward(draw(*output.shape))
+    leaves: dict[str, Any] = {**inputs, **dict(module.named_parameters())}
+    gradients = {("gradient", name): leaf.grad for name, leaf in leaves.items()}
+    return {("output", "output"): output.detach(), **gradients}
+
+
+def _to_json(row: Judged) -> dict[str, Any]:
+    return {**asdict(row), "passed": row.passed}

@@ -1,0 +1,154 @@
+"""Negative controls: which level sees which fault, and how small a one?"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from parity.arms import Arm, Experiment
+from parity.cases import Case
+from parity.ensemble import compare_outcomes, outcome
+from parity.evaluation import compare_evaluations, control_arms, evaluate_arm, train_weights
+from parity.faults import FAULTS, Fault
+from parity.interception import op_of
+from parity.model_level import in_strict_fp32, judge_model, take_baseline, take_snapshot
+from parity.op_level import compare_cases
+from parity.recording import Progress, record
+from parity.results import Check, LevelResult, Verdict, judge
+from parity.trajectory import check_curves, compare_curves, record_controls
+
+QUESTION = "Does each level fail a broken op, and how small a fault does it still see?"
+
+Detect = Callable[[Fault, float], bool]
+
+# Many queries share a small coarse level, where sums in a half type go wrong.
+_CASES = (
+    Case("uneven levels", ((6, 9), (3, 5), (1, 1)), num_queries=13),
+    Case("crowded levels", ((6, 9), (2, 2)), num_queries=150),
+)
+
+
+def run_sensitivity(experiment: Experiment, progress: Progress) -> LevelResult:
+    """Breaks the op that is compared with, and looks for the smallest fault that each level tells from the sound op."""
+    sizes = {level: list(values) for level, values in experiment.settings.sensitivity.sizes.items() if values}
+    smallest: dict[str, dict[str, float | None]] = {fault.name: {} for fault in FAULTS}
+    for level, ladder in sizes.items():
+        detect = _DETECTORS[level](experiment, progress)
+        for fault in FAULTS:
+            if level == "op" and fault.damage is None:
+                continue
+            smallest[fault.name][level] = find_smallest(detect, fault, ladder)
+            progress(f"sensitivity: {level} sees {fault.name} down to {smallest[fault.name][level]}")
+    checks = check_faults(smallest, list(sizes))
+    rows = [{"fault": name, "smallest": found} for name, found in smallest.items()]
+    data = {"levels": list(sizes), "rows": rows}
+    return LevelResult("sensitivity", QUESTION, tuple(checks), {"sizes tried": sizes}, data)
+
+
+def find_smallest(detect: Detect, fault: Fault, ladder: list[float]) -> float | None:
+    """Walks down from the largest size to the first one that goes unseen; returns the last one seen, None without one.
+
+    Args:
+        detect: whether a level fails the fault at a size.
+        fault: what to look for.
+        ladder: sizes in 0..1, in any order.
+    """
+    smallest = None
+    for size in sorted(ladder, reverse=True):
+        if not detect(fault, size):
+            break
+        smallest = size
+    return smallest
+
+
+def check_faults(smallest: dict[str, dict[str, float | None]], levels: list[str]) -> list[Check]:
+    """Checks that every fault is seen by all levels that ran and must see it."""
+    checks = []
+    for fault in FAULTS:
+        found = smallest[fault.name]
+        required = [level for level in fault.seen_by if level in levels]
+        missed = [level for level in required if found.get(level) is None]
+        detail = f"seen by {', '.join(level for level in found if found[level] is not None) or 'no level'}"
+        detail += f"; must be seen by {', '.join(missed)} too" if missed else ""
+        verdict = judge(not missed) if required else Verdict.INCONCLUSIVE
+        checks.append(Check(fault.name, verdict, detail))
+    return checks
+
+
+def _detect_in_op(experiment: Experiment, progress: Progress) -> Detect:
+    precision = experiment.configs[experiment.against].precision.lightning
+    dtype_name = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}[precision]
+
+    def detect(fault: Fault, size: float) -> bool:
+        broken = fault.break_op(op_of(experiment.against), size)
+        found = compare_cases(broken, _CASES, dtype_name, experiment.device, num_seeds=1)
+        return not all(comparison.passed for _, comparison in found)
+
+    return detect
+
+
+def _detect_in_model(experiment: Experiment, progress: Progress) -> Detect:
+    strict = in_strict_fp32(experiment)
+    baseline = take_baseline(strict)
+
+    def detect(fault: Fault, size: float) -> bool:
+        arm = Arm("broken", strict.against, strict.seed, fault=fault.name, fault_size=size)
+        checks, _ = judge_model(baseline, take_snapshot(strict, arm, baseline.batch))
+        return _failed(checks)
+
+    return detect
+
+
+def _detect_in_trajectory(experiment: Experiment, progress: Progress) -> Detect:
+    settings = experiment.settings.trajectory
+    base, controls = record_controls(experiment, experiment.against, settings.steps, progress)
+
+    def detect(fault: Fault, size: float) -> bool:
+        arm = replace(base.arm, name="broken", fault=fault.name, fault_size=size)
+        num_steps = min(experiment.settings.sensitivity.steps, settings.steps)
+        other = record(experiment, arm, num_steps, progress, total_steps=settings.steps)
+        compared = [compare_curves(name, base, controls, other, settings) for name in base.curves]
+        return _failed(check_curves(compared, settings))
+
+    return detect
+
+
+def _detect_in_ensemble(experiment: Experiment, progress: Progress) -> Detect:
+    settings = experiment.settings.ensemble
+
+    def detect(fault: Fault, size: float) -> bool:
+        outcomes = []
+        for seed in range(experiment.seed, experiment.seed + settings.pairs):
+            base = Arm("A", experiment.against, seed)
+            broken = replace(base, name="broken", fault=fault.name, fault_size=size)
+            recordings = [record(experiment, arm, settings.steps, progress) for arm in (base, broken)]
+            outcomes.append(tuple(outcome(recording, settings.last_steps) for recording in recordings))
+        test = compare_outcomes(outcomes, settings.margin, settings.confidence, settings.min_pairs)
+        return test.verdict is not Verdict.PASS
+
+    return detect
+
+
+def _detect_in_evaluation(experiment: Experiment, progress: Progress) -> Detect:
+    weights = train_weights(experiment, progress)
+    base, *controls = (evaluate_arm(experiment, arm, weights, progress) for arm in control_arms(experiment))
+    arm = Arm("A", experiment.against, experiment.seed)
+
+    def detect(fault: Fault, size: float) -> bool:
+        broken = replace(arm, name="broken", fault=fault.name, fault_size=size)
+        other = evaluate_arm(experiment, broken, weights, progress)
+        checks, _ = compare_evaluations(base, controls, other, experiment)
+        return _failed(checks)
+
+    return detect
+
+
+def _failed(checks: list[Check]) -> bool:
+    return any(check.verdict is Verdict.FAIL for check in checks)
+
+
+_DETECTORS: dict[str, Callable[[Experiment, Progress], Detect]] = {
+    "op": _detect_in_op,
+    "model": _detect_in_model,
+    "trajectory": _detect_in_trajectory,
+    "ensemble": _detect_in_ensemble,
+    "evaluation": _detect_in_evaluation,
+}

@@ -1,0 +1,102 @@
+"""Runs the levels asked for, writes what they found after each, and answers with one verdict."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from coco.annotations import read_annotations
+from models.environment import allow_tf32, describe_environment
+from parity.arms import Experiment, config_hash, load_experiment
+from parity.ensemble import run_ensemble
+from parity.evaluation import run_evaluation
+from parity.model_level import run_model_level
+from parity.op_level import run_op_level
+from parity.recording import Progress
+from parity.report import write_report
+from parity.results import LevelResult, Verdict, build_document
+from parity.sensitivity import run_sensitivity
+from parity.step_time import run_speed
+from parity.training import build_data
+from parity.trajectory import run_trajectory
+
+LEVELS: dict[str, Callable[[Experiment, Progress], LevelResult]] = {
+    "op": run_op_level,
+    "model": run_model_level,
+    "trajectory": run_trajectory,
+    "ensemble": run_ensemble,
+    "evaluation": run_evaluation,
+    "speed": run_speed,
+    "sensitivity": run_sensitivity,
+}
+
+
+def run_suite(word: str, overrides: Sequence[str], progress: Progress) -> Verdict:
+    """Runs one level or all of them, and writes `results.json`, `report.md` and `report.html`.
+
+    Args:
+        word: one of `LEVELS`, or "all".
+        overrides: Hydra overrides of `configs/parity.yaml`.
+        progress: called with a line now and then.
+
+    Returns:
+        The verdict of all levels together.
+
+    Raises:
+        ValueError: if the word or a setting is wrong.
+    """
+    if word not in (*LEVELS, "all"):
+        raise ValueError(f"level must be one of {', '.join(LEVELS)}, all, got {word!r}; choose one")
+    experiment = load_experiment(overrides)
+    allow_tf32(experiment.configs[experiment.against].precision.allow_tf32)
+    names = list(LEVELS) if word == "all" else [word]
+    progress(f"{experiment.op} against {experiment.against} on {experiment.device.type}; margins, declared now:")
+    for name in names:
+        progress(f"  {name}: {_margins(experiment, name)}")
+    manifest = describe_run(experiment, word, overrides)
+    found: list[LevelResult] = []
+    for name in names:
+        result = LEVELS[name](experiment, progress)
+        found.append(result)
+        for check in result.checks:
+            progress(f"  {check.verdict:12} {name}, {check.name}: {check.detail}")
+        progress(f"{result.verdict} {name}")
+        document = build_document(found, manifest)
+        write_report(document, experiment.output)
+    progress(f"{document['verdict']}: see {experiment.output / 'report.html'}")
+    return Verdict(document["verdict"])
+
+
+def describe_run(experiment: Experiment, word: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Returns what a reader needs to repeat the run: words, hashes, seeds, versions, hardware, flags, settings."""
+    config = experiment.configs[experiment.against]
+    data = build_data(config)
+    image_ids = {
+        split: sorted(read_annotations(path, limit).imgs)
+        for split, path, limit in (
+            ("train", data.train_json, data.limit_train),
+            ("val", data.val_json, data.limit_val),
+        )
+    }
+    return {
+        "level": word,
+        "op": experiment.op,
+        "against": experiment.against,
+        "precision": config.precision.lightning,
+        "device": str(experiment.device),
+        "preset": config.parity.preset,
+        "overrides": list(overrides),
+        "config_hash": config_hash(config),
+        "image_ids_hash": hashlib.sha256(repr(image_ids).encode()).hexdigest()[:16],
+        "num_images": {split: len(ids) for split, ids in image_ids.items()},
+        "first_seed": experiment.seed,
+        "environment": describe_environment(),
+        "settings": OmegaConf.to_container(config.parity, resolve=True),
+    }
+
+
+def _margins(experiment: Experiment, name: str) -> str:
+    settings = OmegaConf.to_container(experiment.settings[name])
+    assert isinstance(settings, dict), "the settings of a level are a mapping"
+    return ", ".join(f"{key!s}={value}" for key, value in settings.items())

@@ -1,0 +1,171 @@
+"""L3: do N steps follow the same curve, as far as the op that is compared with follows itself?"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from models.environment import describe_environment
+from parity.arms import Arm, Experiment, config_hash
+from parity.recording import Curve, Progress, Recording, read_recording, record
+from parity.results import SCHEMA_VERSION, Check, LevelResult, guard, judge, write_json
+from parity.tolerances import FLOAT32_ROUNDOFF
+from parity.validity import check_arms
+
+QUESTION = "Do the steps follow the same curve, inside the envelope of the same op run again and from nudged weights?"
+
+
+@dataclass(frozen=True)
+class CurveComparison:
+    """One curve of the arm under test beside the envelope of the controls.
+
+    Args:
+        name: of the curve, as in `Recording.curves`.
+        differences: |A - B| of each step.
+        envelope: largest difference allowed at each step.
+        share_inside: share of the steps within the envelope, in 0..1.
+        first_outside: first step outside; None without one.
+    """
+
+    name: str
+    differences: Curve
+    envelope: Curve
+    share_inside: float
+    first_outside: int | None
+
+
+def run_trajectory(experiment: Experiment, progress: Progress) -> LevelResult:
+    """Compares the curves of the op under test, or of an imported recording, with those of the op beside it.
+
+    With `export` the op's own curve is written to a file; with `import` the curve in a file takes the place of the op
+    under test, and the same op, run now, that of the one it is compared with.
+    """
+    config = experiment.configs[experiment.against]
+    imported = config["import"]
+    settings = experiment.settings.trajectory
+    base_op = experiment.against if imported is None else experiment.op
+    base, controls = record_controls(experiment, base_op, settings.steps, progress)
+    checks = []
+    if imported is None:
+        other = record(experiment, Arm("B", experiment.op, experiment.seed), settings.steps, progress)
+    else:
+        other, identity = _import_curve(Path(imported))
+        same = identity == config_hash(experiment.configs[experiment.op])
+        words = "the imported curve has this configuration" if same else "refused: it was recorded with another one"
+        checks.append(guard("configuration", same, words))
+    if config.export is not None:
+        own = base if base_op == experiment.op else other
+        _export_curve(Path(config.export), own, config_hash(experiment.configs[experiment.op]))
+    checks += check_arms(base, other, experiment.settings.min_loss_change)
+    comparisons = [compare_curves(name, base, controls, other, settings) for name in base.curves]
+    checks += check_curves(comparisons, settings)
+    data = {
+        "steps": base.num_steps,
+        "base": _curves_of(base),
+        "controls": [_curves_of(control) for control in controls],
+        "other": _curves_of(other),
+        "comparisons": [asdict(comparison) for comparison in comparisons],
+        "divergence": {
+            each.arm.name: divergence_step(base.loss, each.loss, settings.divergence) for each in (*controls, other)
+        },
+        "changed_assignments": {each.arm.name: changed_assignments(base, each) for each in (*controls, other)},
+    }
+    margins = {
+        "envelope": f"{settings.envelope_factor:g} x the controls' largest difference so far, at least "
+        f"{settings.floor_ulps} float32 units in the last place",
+        "share of steps inside": settings.min_share_inside,
+    }
+    return LevelResult("trajectory", QUESTION, tuple(checks), margins, data)
+
+
+def record_controls(
+    experiment: Experiment, op: str, num_steps: int, progress: Progress
+) -> tuple[Recording, list[Recording]]:
+    """Records A and its controls: A' (A again) and A+1, A+2, ... (from weights one unit in the last place away)."""
+    arm = Arm("A", op, experiment.seed)
+    controls = [replace(arm, name="A'", repeat=1)]
+    nudges = range(1, experiment.settings.trajectory.controls + 1)
+    controls += [replace(arm, name=f"A+{nudge}", nudge=nudge) for nudge in nudges]
+    base = record(experiment, arm, num_steps, progress)
+    return base, [record(experiment, control, num_steps, progress) for control in controls]
+
+
+def compare_curves(
+    name: str, base: Recording, controls: Sequence[Recording], other: Recording, settings: DictConfig
+) -> CurveComparison:
+    """Compares one curve over the steps that all recordings have.
+
+    envelope(t) = max(factor * max over controls C and steps s <= t of |A(s) - C(s)|, floor_ulps * ulp(A(t)))
+
+    Differences grow from step to step and cross zero now and then, hence the largest so far.
+    """
+    curves = [recording.curves[name] for recording in (base, other, *controls)]
+    differences, envelope, largest = [], [], 0.0
+    for reference, actual, *others in zip(*curves, strict=False):
+        largest = max([largest, *(abs(value - reference) for value in others if math.isfinite(value - reference))])
+        floor = settings.floor_ulps * 2 * FLOAT32_ROUNDOFF * abs(reference)
+        envelope.append(max(settings.envelope_factor * largest, floor))
+        both_overflow = not math.isfinite(reference) and not math.isfinite(actual)
+        differences.append(0.0 if both_overflow else abs(actual - reference))
+    # A difference that is no number lies outside.
+    inside = [difference <= limit for difference, limit in zip(differences, envelope, strict=True)]
+    first_outside = inside.index(False) if False in inside else None
+    return CurveComparison(name, differences, envelope, sum(inside) / len(inside), first_outside)
+
+
+def check_curves(comparisons: Sequence[CurveComparison], settings: DictConfig) -> list[Check]:
+    """Judges curves by the share of their steps inside the envelope."""
+    checks = []
+    for comparison in comparisons:
+        inside, first = comparison.share_inside, comparison.first_outside
+        detail = f"{100 * inside:.0f} % of the steps inside the envelope"
+        detail += "" if first is None else f", the first outside is step {first}"
+        checks.append(Check(f"curve: {comparison.name}", judge(inside >= settings.min_share_inside), detail))
+    return checks
+
+
+def divergence_step(base: Curve, other: Curve, threshold: float) -> int | None:
+    """Returns the first step at which two curves differ by more than a share of the base; None if there is none."""
+    for step, (reference, actual) in enumerate(zip(base, other, strict=False)):
+        if not abs(actual - reference) <= threshold * abs(reference):
+            return step
+    return None
+
+
+def changed_assignments(base: Recording, other: Recording) -> Curve:
+    """Returns for each decoder layer the share of targets, over all steps, that another query got."""
+    num_layers = len(base.assignments[0])
+    changed, total = [0] * num_layers, [0] * num_layers
+    for left, right in zip(base.assignments, other.assignments, strict=False):
+        for layer in range(num_layers):
+            pairs = list(zip(left[layer], right[layer], strict=False))
+            changed[layer] += sum(query != match for query, match in pairs)
+            total[layer] += len(pairs)
+    return [changes / max(1, pairs) for changes, pairs in zip(changed, total, strict=True)]
+
+
+def _curves_of(recording: Recording) -> dict[str, Any]:
+    name = f"{recording.arm.name} ({recording.arm.op})"
+    return {"name": name, "hash": recording.hash, "curves": recording.curves, "terms": recording.terms}
+
+
+def _export_curve(path: Path, recording: Recording, identity: str) -> None:
+    kept = replace(recording, arm=replace(recording.arm, name="golden"))
+    document = {"schema_version": SCHEMA_VERSION, "config_hash": identity, "recording": asdict(kept)}
+    write_json(path, document | {"environment": describe_environment()})
+
+
+def _import_curve(path: Path) -> tuple[Recording, str]:
+    if not path.is_file():
+        raise ValueError(f"import must name a file written with export=..., got {path}; no such file exists")
+    document = json.loads(path.read_text())
+    if document.get("schema_version") != SCHEMA_VERSION or "recording" not in document:
+        raise ValueError(
+            f"import must name a curve of schema version {SCHEMA_VERSION}, got {path} of version "
+            f"{document.get('schema_version')}; export it again"
+        )
+    return read_recording(document["recording"]), document["config_hash"]
