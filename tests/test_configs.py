@@ -18,7 +18,8 @@ COCO_ROOT = "data.root=/path/to/coco"
 
 def composed(*overrides: str) -> DictConfig:
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        cfg = compose("train", overrides=list(overrides), return_hydra_config=True)
+        name = "parity" if any(override.startswith("parity=") for override in overrides) else "train"
+        cfg = compose(name, overrides=list(overrides), return_hydra_config=True)
     HydraConfig.instance().set_config(cfg)
     OmegaConf.set_struct(cfg, False)
     cfg.pop("hydra")
