@@ -7,6 +7,9 @@ from msda_op.bilinear import bilinear_sample
 from msda_op.levels import HostShapes, level_starts
 from msda_op.options import DEFAULT_OPTIONS, Options, locations_as_bqhlp2, value_as_blnc
 
+FAR_OUTSIDE = -3.0
+"""In `grid_sample`'s coordinates, where the plane spans -1..1: beyond the reach of every pixel."""
+
 
 def ms_deform_attn_reference(
     value: Tensor,
@@ -46,23 +49,24 @@ def ms_deform_attn_reference(
         plane = plane.reshape(batch * num_heads, head_dim, h, w)
         placed = locations[:, :, :, level].transpose(1, 2).reshape(batch * num_heads, num_queries, num_points, 2)
         weights = attention_weights[:, :, :, level].to(dtype).transpose(1, 2)
-        samples = _sample(plane, placed, options)
-        output = output + (samples * weights.reshape(batch * num_heads, 1, num_queries, num_points)).sum(-1)
+        weights = weights.reshape(batch * num_heads, num_queries, num_points)
+        output = output + _weighted_samples(plane, placed, weights, options)
     output = output.view(batch, num_heads * head_dim, num_queries).transpose(1, 2)
     return output.to(value.dtype).contiguous()
 
 
-def _sample(plane: Tensor, locations: Tensor, options: Options) -> Tensor:
-    """Samples `[B*M, D, h, w]` at `[B*M, Q, K, 2]` (x, y); what samples nothing is zero and has no gradient.
+def _weighted_samples(plane: Tensor, locations: Tensor, weights: Tensor, options: Options) -> Tensor:
+    """Samples `[B*M, D, h, w]` at `[B*M, Q, K, 2]` (x, y) and sums with weights `[B*M, Q, K]` to `[B*M, D, Q]`.
 
-    `grid_sample` alone would let NaN through, and give a slope to locations exactly one pixel outside.
+    What samples nothing is moved far outside with weight 0, for `grid_sample` alone would let NaN through, and give a
+    slope to locations exactly one pixel outside.
     """
     h, w = plane.shape[2:]
     x, y = locations.unbind(-1)
     reaches = _reaches(x, w, options) & _reaches(y, h, options)
-    grid = torch.where(reaches[..., None], 2 * locations - 1, 0.0)
+    grid = torch.where(reaches[..., None], 2 * locations - 1, FAR_OUTSIDE)
     samples = bilinear_sample(plane, grid, options.padding_mode, options.align_corners)
-    return torch.where(reaches[:, None], samples, 0.0)
+    return (samples * torch.where(reaches, weights, 0.0)[:, None]).sum(-1)
 
 
 def _reaches(location: Tensor, size: int, options: Options) -> Tensor:
