@@ -274,7 +274,8 @@ def _run_main(
         WARPS=shape.warps,
         ITERATIONS=shape.iterations,
         num_warps=shape.warps,
-        maxnreg=shape.registers,
+        # Chosen for 32 channels and records: more channels spill under it, and less work needs less.
+        maxnreg=shape.registers if buckets is not None and call.head_dim == 32 else None,
         **call.sizes,
     )
 

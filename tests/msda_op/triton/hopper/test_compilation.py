@@ -134,9 +134,9 @@ def test_gathers_are_sixteen_wide_loads_and_dot_products_are_on_tensor_cores(rep
             assert (gathers, count(kernel, "MOVM"), count(kernel, "HMMA")) == (4, 16, 16), name
 
 
-def test_loads_of_the_fused_backward_leave_before_their_first_use(report: dict[str, dict]) -> None:
-    for dtype in ("bf16", "fp16"):
-        sass = report[f"records {dtype} 2 many"]["sass"]
+def test_loads_of_the_backward_leave_before_their_first_use(report: dict[str, dict]) -> None:
+    for name in ("bf16 0", "bf16 2", "bf16 4", "fp16 0", "fp16 2"):
+        sass = report[f"records {name} many"]["sass"]
         first_use = next(index for index, instruction in enumerate(sass) if instruction.startswith("HMMA"))
         atomic = next(index for index, instruction in enumerate(sass) if instruction.startswith("ATOMG"))
         assert sum(instruction.startswith("LDG.E.128") for instruction in sass[atomic:first_use]) >= 6

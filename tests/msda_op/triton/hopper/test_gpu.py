@@ -137,7 +137,7 @@ def test_items_of_a_batch_are_equal_bit_for_bit() -> None:
 def test_all_samples_in_one_bucket() -> None:
     inputs = local_inputs(DECODER)
     inputs.sampling_locations.fill_(0.5)
-    inputs.sampling_locations += torch.rand_like(inputs.sampling_locations) * 1e-3
+    inputs.sampling_locations.add_(torch.rand_like(inputs.sampling_locations) * 1e-3)
     exact = run(inputs, scatter="atomics")
     for way in WAYS[1:]:
         error = (run(inputs, **way)["value"].float() - exact["value"].float()).norm() / exact["value"].float().norm()
