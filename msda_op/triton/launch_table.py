@@ -71,14 +71,17 @@ def choose_shape(key: LaunchKey) -> LaunchShape:
     """Returns the measured shape for a key, or by rule one that fills one warp.
 
     With one warp the reductions over points and channels need no shared memory and no barrier; several share a query
-    only where it has more elements. Below sm_90 the backward kernel takes half as many: it adds scalars there, each at
-    an address in registers of its own, and twice the shape spills (255 registers; half the shape needs about 110).
+    only where it has more elements. The backward kernel takes half as many where twice the shape spills: below sm_90,
+    where it adds scalars, each at an address in registers of its own (255 registers; half the shape needs about 110),
+    and in float32 from sm_100 on, where ptxas keeps it to 72 registers.
     """
     measured = _measured_shapes().get(key)
     if measured is not None:
         return measured
-    adds_scalars = key.kernel == "backward" and key.architecture is not None and key.architecture < 90
-    elements = _WARP_ELEMENTS // 2 if adds_scalars else _WARP_ELEMENTS
+    elements = _WARP_ELEMENTS
+    if key.kernel == "backward" and key.architecture is not None:
+        spills = key.architecture < 90 or (key.architecture >= 100 and key.element_bytes == 4)
+        elements = _WARP_ELEMENTS // 2 if spills else _WARP_ELEMENTS
     query_elements = key.block_k * key.block_d
     block_q = max(1, elements // query_elements)
     return LaunchShape(block_q, min(_MAX_WARPS, max(1, block_q * query_elements // elements)))
