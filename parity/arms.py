@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 import msda_op
 from models.environment import package_versions
+from models.layers.ms_deform_attn import MSDeformAttn
 from models.preflight import check_run, device_type
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -147,7 +149,7 @@ def arm_hash(experiment: Experiment, arm: Arm, num_steps: int, total_steps: int)
     identity = {
         "config": config_hash(config),
         "op": OmegaConf.to_container(config.op),
-        "min_loss_change": config.parity.min_loss_change,
+        "roughness": config.parity.roughness,
         "arm": asdict(arm),
         "steps": [num_steps, total_steps],
         "sources": source_hash(),
@@ -158,8 +160,9 @@ def arm_hash(experiment: Experiment, arm: Arm, num_steps: int, total_steps: int)
     return _digest(identity)
 
 
+@cache
 def source_hash() -> str:
-    """Returns a hash of the code that training runs through, committed or not."""
+    """Returns a hash of the code that training runs through, committed or not, as it was when first asked."""
     digest = hashlib.sha256()
     for name in _TRAINING_SOURCES:
         path = ROOT / name
@@ -177,6 +180,21 @@ def nudge_weights(model: nn.Module, seed: int) -> None:
         up = torch.rand(parameter.shape, generator=generator) < 0.5
         target = torch.where(up, torch.inf, -torch.inf).to(parameter)
         parameter.copy_(torch.nextafter(parameter, target))
+
+
+@torch.no_grad()
+def roughen_attention(model: nn.Module, roughness: float, seed: int) -> None:
+    """Adds normal noise to the attention's offset and weight projections, in place.
+
+    They start at zero: every weight is equal, and sample points lie on pixel centres, the kinks of the interpolation,
+    where one unit in the last place turns a gradient around and hides faults.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, MSDeformAttn):
+            for projection in (module.sampling_offsets, module.attention_weights):
+                noise = torch.randn(projection.weight.shape, generator=generator) * roughness
+                projection.weight.add_(noise.to(projection.weight))
 
 
 def hash_weights(model: nn.Module) -> str:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from torch import Tensor, nn
+from torch import Tensor
 
 from coco.collate import Batch
 from models.layers.ms_deform_attn import MSDeformAttn
 from models.structures import DetectorOutput
-from parity.arms import ROOT, Arm, Experiment, nudge_weights
+from parity.arms import ROOT, Arm, Experiment
 from parity.controls import GROUPS, Judged, judge, relative_errors
 from parity.recording import Progress
 from parity.results import Check, LevelResult, Verdict
@@ -107,12 +107,9 @@ def take_baseline(experiment: Experiment) -> Baseline:
 
 
 def take_snapshot(experiment: Experiment, arm: Arm, batch: Batch) -> Snapshot:
-    """Runs one step of an arm on a batch, from roughened weights."""
-    loop = TrainingLoop(experiment, replace(arm, nudge=0), total_steps=1)
+    """Runs one step of an arm on a batch."""
+    loop = TrainingLoop(experiment, arm, total_steps=1)
     model = loop.detector.model
-    roughen_attention(model, experiment.settings.model.roughness, arm.seed)
-    if arm.nudge:
-        nudge_weights(model, arm.nudge)
     outputs: list[DetectorOutput] = []
     hook = model.register_forward_hook(lambda module, args, output: outputs.append(output))
     gradients: dict[tuple[str, str], Tensor] = {}
@@ -152,17 +149,6 @@ def judge_model(baseline: Baseline, other: Snapshot) -> tuple[list[Check], list[
     return checks, rows
 
 
-@torch.no_grad()
-def roughen_attention(model: nn.Module, roughness: float, seed: int) -> None:
-    """Adds normal noise to the attention's offset and weight projections, which start at zero and would hide faults."""
-    generator = torch.Generator().manual_seed(seed)
-    for module in model.modules():
-        if isinstance(module, MSDeformAttn):
-            for projection in (module.sampling_offsets, module.attention_weights):
-                noise = torch.randn(projection.weight.shape, generator=generator) * roughness
-                projection.weight.add_(noise.to(projection.weight))
-
-
 def _output_tensors(output: DetectorOutput) -> dict[str, Tensor]:
     tensors = {"logits": output.logits, "boxes": output.boxes_cxcywh}
     if output.proposals is not None:
@@ -186,13 +172,10 @@ def _judge_modules(experiment: Experiment) -> list[Judged]:
 
 def _run_module(experiment: Experiment, op: str, coordinates: int, nudge: int) -> dict[tuple[str, str], Tensor]:
     """Runs a module forward and backward; returns its output and the gradients of inputs and parameters."""
-    arm = Arm("module", op, experiment.seed)
+    arm = Arm("module", op, experiment.seed, nudge=nudge)
     config = experiment.config_of(arm)
     model = build_detector(config, build_data(config), arm).model
     module = next(module for module in model.modules() if isinstance(module, MSDeformAttn))
-    roughen_attention(module, experiment.settings.model.roughness, experiment.seed)
-    if nudge:
-        nudge_weights(module, nudge)
     module = module.to(experiment.device)
     generator = torch.Generator().manual_seed(experiment.seed)
     shapes = tuple((max(1, 9 >> level), max(1, 12 >> level)) for level in range(module.num_levels))

@@ -24,7 +24,7 @@ from models.layers.ms_deform_attn import MSDeformAttn
 from models.matcher import Matches
 from models.optimization import build_scheduler
 from models.structures import Targets
-from parity.arms import Arm, Experiment, nudge_weights
+from parity.arms import Arm, Experiment, nudge_weights, roughen_attention
 from parity.faults import find_fault
 from parity.interception import op_of
 
@@ -169,7 +169,7 @@ def _build_data(settings: str) -> CocoDataModule:
 
 
 def build_detector(config: DictConfig, data: CocoDataModule, arm: Arm) -> Detector:
-    """Builds a detector on the CPU, its weights drawn from the arm's seed and nudged as the arm says."""
+    """Builds a detector on the CPU, its weights drawn from the arm's seed, roughened, and nudged as the arm says."""
     config.num_classes = data.num_classes
     torch.manual_seed(arm.seed)
     detector = Detector(
@@ -180,6 +180,8 @@ def build_detector(config: DictConfig, data: CocoDataModule, arm: Arm) -> Detect
         schedule=instantiate(config.schedule),
         top_k=config.detector.top_k,
     )
+    if config.model.weights is None:
+        roughen_attention(detector.model, config.parity.roughness, arm.seed)
     if arm.nudge:
         nudge_weights(detector.model, arm.nudge)
     return detector

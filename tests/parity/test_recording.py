@@ -1,0 +1,64 @@
+"""Arms of one seed see the same data and end bit for bit alike on a CPU; finished ones are read back."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from parity.arms import Arm, arm_hash
+from parity.recording import Recording, record
+
+ARM = Arm("A", "reference", 42)
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def recording(experiment) -> Recording:
+    return record(experiment, ARM, STEPS, lambda line: None)
+
+
+def test_a_recording_has_every_step(recording):
+    assert recording.num_steps == STEPS
+    assert {len(curve) for curve in (*recording.curves.values(), *recording.terms.values())} == {STEPS}
+    assert set(recording.curves) == {
+        "loss",
+        "gradient of all",
+        "gradient of sampling_offsets",
+        "gradient of attention_weights",
+        "gradient of value_proj",
+    }
+    assert len(set(recording.data_hashes)) == STEPS
+    assert recording.attention_calls == [3] * STEPS
+    assert recording.evidence["grid_sampler"] >= 3
+    assert recording.evidence["msda_op"] == 0
+    assert min(recording.curves["gradient of value_proj"]) > 0
+
+
+def test_the_same_arm_again_is_the_same_bit_for_bit(experiment, recording):
+    again = record(experiment, replace(ARM, name="A'", repeat=1), STEPS, lambda line: None)
+    assert again.hash != recording.hash
+    for name in ("curves", "terms", "data_hashes", "assignments", "initial_weights"):
+        assert getattr(again, name) == getattr(recording, name)
+
+
+def test_another_seed_has_other_weights_and_data(experiment, recording):
+    other = record(experiment, replace(ARM, seed=43), STEPS, lambda line: None)
+    assert other.initial_weights != recording.initial_weights
+    assert set(other.data_hashes).isdisjoint(recording.data_hashes)
+
+
+def test_a_finished_arm_is_read_back_and_another_is_not(experiment, recording):
+    lines: list[str] = []
+    assert record(experiment, ARM, STEPS, lines.append) == recording
+    assert lines == ["arm A (reference, seed 42): 4 steps, read back"]
+    path = experiment.output / "arms" / f"{arm_hash(experiment, ARM, STEPS, STEPS)}.json"
+    fields = json.loads(path.read_text())
+    path.write_text(json.dumps({**fields, "hash": "of another arm"}))
+    with pytest.raises(ValueError, match="must hold the arm with the hash of its name"):
+        record(experiment, ARM, STEPS, lines.append)
+    path.write_text(json.dumps(fields))
+
+
+def test_a_shorter_run_of_the_same_schedule_is_the_beginning_of_the_longer(experiment, recording):
+    shorter = record(experiment, ARM, 2, lambda line: None, total_steps=STEPS)
+    assert shorter.loss == recording.loss[:2]
