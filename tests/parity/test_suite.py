@@ -1,0 +1,80 @@
+"""The suite from the command line: exit codes, files, an injected bug, and wrong settings in a line."""
+
+import json
+
+import pytest
+
+import parity.op_level
+from parity.__main__ import main
+from parity.faults import find_fault
+from parity.results import Verdict
+from parity.suite import LEVELS, run_suite
+
+
+def results_of(output):
+    return json.loads((output / "results.json").read_text())
+
+
+def test_an_op_passes_against_itself(overrides, tmp_path, capsys):
+    assert main(["op", *overrides, f"output={tmp_path}"]) == 0
+    printed = capsys.readouterr().out
+    assert "margins, declared now" in printed
+    assert printed.index("declared now") < printed.index("PASS")
+    document = results_of(tmp_path)
+    assert document["verdict"] == "PASS"
+    assert [level["level"] for level in document["levels"]] == ["op"]
+    manifest = document["manifest"]
+    assert manifest["num_images"] == {"train": 16, "val": 4}
+    assert manifest["settings"]["ensemble"]["margin"] == 0.05
+    assert manifest["environment"]["packages"]["torch"]
+    assert (tmp_path / "report.md").is_file()
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_an_injected_bug_fails(overrides, tmp_path, monkeypatch):
+    sound = parity.op_level.op_of
+    fault = find_fault("half a pixel of shift")
+    monkeypatch.setattr(parity.op_level, "op_of", lambda backend: fault.break_op(sound(backend), 0.01))
+    assert main(["op", *overrides, f"output={tmp_path}"]) == 1
+    assert results_of(tmp_path)["verdict"] == "FAIL"
+
+
+def test_too_few_pairs_prove_nothing(overrides):
+    assert main(["ensemble", *overrides]) == 2
+
+
+def test_all_runs_every_level_and_writes_after_each(overrides, tmp_path, monkeypatch):
+    seen: list[int] = []
+
+    def stop(experiment, progress):
+        seen.append(len(results_of(tmp_path)["levels"]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(LEVELS, "model", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run_suite("all", [*overrides, f"output={tmp_path}"], lambda line: None)
+    assert seen == [1]
+    assert Verdict(results_of(tmp_path)["levels"][0]["verdict"]) is Verdict.PASS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["everything"], "level must be one of op, model"),
+        (["op", "against=fast"], "must be one of triton, reference, cuda"),
+        (["op", "parity=slow"], "Could not find 'parity/slow'"),
+        (["op", "parity.op.seed=1"], "seed"),
+        (["op", "op=cuda"], "op=cuda cannot run here"),
+    ],
+)
+def test_wrong_settings_are_refused_in_a_line(arguments, message, capsys):
+    assert main([*arguments, "trainer=cpu"]) == 3
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+
+
+def test_help_lists_the_levels(capsys):
+    assert main(["--help"]) == 0
+    assert "sensitivity, all" in capsys.readouterr().out
+    assert main([]) == 3
