@@ -1,7 +1,7 @@
 """Synthetic scenes: textured shapes over a textured background, with the visible mask of every object.
 
-One scene is a function of its random generator alone. A category is a shape with its own kind of texture; colour, size,
-place and angle are random, so that a detector has to learn form, not colour.
+One scene is a function of its random generator alone. A category is a shape with its own kind of texture and a hue that
+varies a little; the texture's second colour, size, place and angle are random.
 """
 
 import colorsys
@@ -25,6 +25,9 @@ COUNT_PROBABILITIES = (0.34, 0.28, 0.18, 0.10, 0.06, 0.04)
 SIZE_RANGES = ((0.12, 0.25), (0.3, 0.7), (0.75, 1.0))
 SIZE_PROBABILITIES = (0.15, 0.75, 0.1)
 """Small, middle and large shapes: diameter as a share of the image's shorter side, and how often."""
+
+HUE_DEVIATION = 0.03
+"""Standard deviation of a shape's hue from that of its category; the categories share the circle of 1 evenly."""
 
 MIN_VISIBLE_FRACTION = 0.4
 MIN_VISIBLE_PIXELS = 16
@@ -164,7 +167,8 @@ def _draw_background(rng: np.random.Generator, height: int, width: int, is_dark:
     for frequency in (1.5, 3.0, 6.0, 12.0):
         angle, phase = rng.uniform(0, 2 * pi, size=2)
         waves += np.sin(2 * pi * frequency * (rows * np.sin(angle) + columns * np.cos(angle)) + phase) / 8
-    first, second = (_draw_colour(rng, (0.1, 0.4), (0.08, 0.35) if is_dark else (0.7, 0.95)) for _ in range(2))
+    brightness = (0.08, 0.35) if is_dark else (0.7, 0.95)
+    first, second = (_draw_colour(rng, rng.random(), (0.1, 0.4), brightness) for _ in range(2))
     mix = (waves + np.float32(0.5))[..., None]
     grain = rng.normal(0, 0.03, size=(height, width, 1)).astype(np.float32)
     return first * (1 - mix) + second * mix + grain
@@ -202,15 +206,17 @@ def _render(
     shape = SHAPES[label]
     coverage = np.clip(0.5 - shape.outline(u, v) * radius, 0, 1).astype(np.float32)
     bright, deep = ((0.75, 1.0), (0.45, 0.65)) if is_dark else ((0.4, 0.55), (0.1, 0.3))
-    first, second = _draw_colour(rng, (0.6, 1.0), bright), _draw_colour(rng, (0.6, 1.0), deep)
+    hue = label / len(SHAPES) + rng.normal(0, HUE_DEVIATION)
+    first = _draw_colour(rng, hue, (0.6, 1.0), bright)
+    second = _draw_colour(rng, rng.random(), (0.6, 1.0), deep)
     return coverage, np.where(shape.texture(u, v)[..., None] > 0, second, first)
 
 
 def _draw_colour(
-    rng: np.random.Generator, saturation: tuple[float, float], brightness: tuple[float, float]
+    rng: np.random.Generator, hue: float, saturation: tuple[float, float], brightness: tuple[float, float]
 ) -> FloatArray:
-    """A colour of random hue within the given ranges; float32 [3] in 0..1."""
-    return np.array(colorsys.hsv_to_rgb(rng.random(), rng.uniform(*saturation), rng.uniform(*brightness)), np.float32)
+    """A colour of the hue (circle of 1) within the given ranges; float32 [3] in 0..1."""
+    return np.array(colorsys.hsv_to_rgb(hue % 1, rng.uniform(*saturation), rng.uniform(*brightness)), np.float32)
 
 
 def _blend(canvas: FloatArray, coverage: FloatArray, colours: FloatArray) -> None:

@@ -13,7 +13,7 @@ from pycocotools import mask as coco_mask
 
 from coco.shapes import SHAPES, SceneObject, draw_scene
 
-GENERATOR_VERSION = 3
+GENERATOR_VERSION = 4
 """Part of the folder's name: raise it with every change of what is drawn."""
 
 CATEGORY_IDS = (1, 2, 5, 7, 10, 20)
