@@ -17,7 +17,7 @@ from msda_op.levels import HostShapes, level_starts
 from parity.comparisons import Op
 from parity.interception import replacing_op
 
-_QUERY_CHUNKS = 64
+_QUERY_CHUNKS = 256
 
 Damage = Callable[[Op, float, Tensor, HostShapes, Tensor, Tensor], Tensor]
 

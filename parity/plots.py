@@ -25,6 +25,7 @@ def draw_curves(
     label: str,
     band: tuple[Sequence[float | None], Sequence[float | None]] | None = None,
     log: bool = False,
+    band_name: str = "envelope",
 ) -> str:
     """Draws curves over steps.
 
@@ -33,6 +34,7 @@ def draw_curves(
         label: of the vertical axis.
         band: lower and upper ends of a grey band.
         log: whether the vertical axis is logarithmic.
+        band_name: what the band is, for the legend.
     """
     curves = [[_place(value, log) for value in each.values] for each in series]
     ends = [[_place(value, log) for value in end] for end in band] if band is not None else []
@@ -57,7 +59,7 @@ def draw_curves(
         points = " ".join(at(step, value) for step, value in enumerate(curve) if value is not None)
         parts.append(f'<polyline class="line s{each.number}" points="{points}"/>')
     names = {each.name: f"s{each.number}" for each in series}
-    return _svg(parts, _HEIGHT, label, names | ({"envelope": "band"} if ends else {}))
+    return _svg(parts, _HEIGHT, label, names | ({band_name: "band"} if ends else {}))
 
 
 def draw_intervals(rows: Sequence[tuple[str, float, float, float]], marks: Sequence[float], label: str) -> str:
@@ -110,7 +112,7 @@ def _axes(low: float, high: float, num_steps: int, label: str, log: bool) -> lis
     parts = [f'<line class="axis" x1="{_LEFT}" y1="{bottom}" x2="{right}" y2="{bottom}"/>']
     for tick in _ticks(low, high):
         y = _TOP + (bottom - _TOP) * (high - tick) / (high - low)
-        text = f"{10**tick:.0e}" if log else f"{tick:g}"
+        text = f"{10**tick:.0e}" if log else f"{tick + 0.0:g}"  # + 0.0: no minus before a zero
         parts.append(f'<line class="grid" x1="{_LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
     for tick in _ticks(0, num_steps - 1):

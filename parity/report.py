@@ -119,7 +119,8 @@ def _ensemble(data: Document, manifest: Document) -> list[Block]:
             [Series("mean of B - A", band["mean"], _OTHER)], "difference", band=(band["low"], band["high"])
         )
         blocks.append(Figure(svg, "Difference of the losses over the steps, with its bootstrap band over the seeds."))
-    rows = [(str(seed), _number(a), _number(b)) for seed, (a, b) in enumerate(data["outcomes"], manifest["first_seed"])]
+    seeded = enumerate(data["outcomes"], manifest["first_seed"])
+    rows = [(str(seed), _number(base, 5), _number(other, 5)) for seed, (base, other) in seeded]
     blocks.append(Table(("seed", "outcome of A", "outcome of B"), rows))
     power = ", ".join(f"{pairs} pairs: {100 * share:.0f} %" for pairs, share in data["power"].items())
     blocks.append(
@@ -221,7 +222,7 @@ def _speed(data: Document, manifest: Document) -> list[Block]:
     return [
         Figure(draw_stacks(stacks, "step time by phase"), "Milliseconds of a step by phase (steps timed with stamps)."),
         Figure(draw_intervals(ratios, [1.0], "ratio of step times"), "Ratio of median step times with its interval."),
-        Table(("arm", "step ms, median", "p20", "p80", "peak memory MiB"), rows),
+        Table(("arm", "step ms, median", "p20", "p80", "memory of a step, MiB"), rows),
         Table(("phase, ms", *data["phases"]), split),
         Paragraph(f"GPU before: {data['gpu_before'] or 'none'}; after: {data['gpu_after'] or 'none'}."),
     ]
@@ -286,8 +287,8 @@ def _distance(first: float | None, second: float | None) -> float | None:
     return None if first is None or second is None else abs(first - second)
 
 
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.3g}"
+def _number(value: float | None, digits: int = 3) -> str:
+    return "not finite" if value is None else f"{value:.{digits}g}"
 
 
 def _points(value: float | None) -> str:

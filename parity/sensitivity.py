@@ -22,7 +22,7 @@ Detect = Callable[[Fault, float], bool]
 # Many queries share a small coarse level, where sums in a half type go wrong.
 _CASES = (
     Case("uneven levels", ((6, 9), (3, 5), (1, 1)), num_queries=13),
-    Case("crowded levels", ((6, 9), (2, 2)), num_queries=150),
+    Case("crowded levels", ((6, 9), (2, 2)), num_queries=1000),
 )
 
 
@@ -40,7 +40,7 @@ def run_sensitivity(experiment: Experiment, progress: Progress) -> LevelResult:
     checks = check_faults(smallest, list(sizes))
     rows = [{"fault": name, "smallest": found} for name, found in smallest.items()]
     data = {"levels": list(sizes), "rows": rows}
-    return LevelResult("sensitivity", QUESTION, tuple(checks), {"sizes tried": sizes}, data)
+    return LevelResult("sensitivity", QUESTION, tuple(checks), _describe_sizes(sizes), data)
 
 
 def find_smallest(detect: Detect, fault: Fault, ladder: list[float]) -> float | None:
@@ -139,6 +139,10 @@ def _detect_in_evaluation(experiment: Experiment, progress: Progress) -> Detect:
         return _failed(checks)
 
     return detect
+
+
+def _describe_sizes(sizes: dict[str, list[float]]) -> dict[str, str]:
+    return {f"sizes tried in {level}": " ".join(f"{size:g}" for size in ladder) for level, ladder in sizes.items()}
 
 
 def _failed(checks: list[Check]) -> bool:

@@ -28,7 +28,7 @@ class Timed:
         loop: the arm in training.
         step_ms: wall time of each measured step, data included.
         phases_ms: of each step that was split, by phase.
-        peak_memory_mib: largest memory of a step; None on a CPU.
+        peak_memory_mib: largest memory that a step adds to what is allocated before it; None on a CPU.
     """
 
     loop: TrainingLoop
@@ -108,14 +108,18 @@ def gpu_state(device: torch.device) -> dict[str, str] | None:
 def _time_step(timed: Timed) -> float:
     loop = timed.loop
     _synchronize(loop.device)
+    before = 0
     if loop.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
     begin = time.perf_counter()
-    loop.step(loop.next_batch())
+    loop.backward(loop.next_batch())
+    loop.update()
     _synchronize(loop.device)
     elapsed = 1000 * (time.perf_counter() - begin)
     if loop.device.type == "cuda":
-        timed.peak_memory_mib = max(timed.peak_memory_mib or 0.0, torch.cuda.max_memory_allocated() / _MIB)
+        added = (torch.cuda.max_memory_allocated() - before) / _MIB
+        timed.peak_memory_mib = max(timed.peak_memory_mib or 0.0, added)
     return elapsed
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from coco.annotations import read_annotations
-from models.environment import allow_tf32, describe_environment
+from models.environment import describe_environment
 from parity.arms import Experiment, config_hash, load_experiment
 from parity.ensemble import run_ensemble
 from parity.evaluation import run_evaluation
@@ -18,7 +18,7 @@ from parity.report import write_report
 from parity.results import LevelResult, Verdict, build_document
 from parity.sensitivity import run_sensitivity
 from parity.step_time import run_speed
-from parity.training import build_data
+from parity.training import build_data, set_flags
 from parity.trajectory import run_trajectory
 
 LEVELS: dict[str, Callable[[Experiment, Progress], LevelResult]] = {
@@ -49,7 +49,7 @@ def run_suite(word: str, overrides: Sequence[str], progress: Progress) -> Verdic
     if word not in (*LEVELS, "all"):
         raise ValueError(f"level must be one of {', '.join(LEVELS)}, all, got {word!r}; choose one")
     experiment = load_experiment(overrides)
-    allow_tf32(experiment.configs[experiment.against].precision.allow_tf32)
+    set_flags(experiment.configs[experiment.against])
     names = list(LEVELS) if word == "all" else [word]
     progress(f"{experiment.op} against {experiment.against} on {experiment.device.type}; margins, declared now:")
     for name in names:

@@ -1,5 +1,6 @@
 """A plain training loop without a Trainer: every random number comes from the seed and the number of the step."""
 
+import gc
 import hashlib
 import json
 from collections.abc import Iterator
@@ -64,12 +65,13 @@ class TrainingLoop:
     """
 
     def __init__(self, experiment: Experiment, arm: Arm, total_steps: int) -> None:
+        gc.collect()  # loops before this one, which hooks and schedules hold in cycles together with all their weights
         config = experiment.config_of(arm)
         self.arm = arm
         self.device = experiment.device
         self._config = config
         self._autocast_dtype = autocast_dtype(config)
-        allow_tf32(config.precision.allow_tf32)
+        set_flags(config)
         data = build_data(config)
         self.detector = build_detector(config, data, arm).to(self.device).train()
         self._optimizer = self.detector.optimizer_settings.build(self.detector.model)
@@ -93,7 +95,6 @@ class TrainingLoop:
         torch.manual_seed(self.arm.seed * _SEED_STRIDE + self._step)
         self._attention_calls = 0
         losses = self.backward(batch)
-        self._scaler.unscale_(self._optimizer)
         grad_norms = self._measure_gradients()
         self.update()
         return StepResult(losses, grad_norms, self.assigned_queries(), self._attention_calls)
@@ -106,6 +107,7 @@ class TrainingLoop:
             with torch.autocast(self.device.type, dtype=self._autocast_dtype, enabled=self._autocast_dtype is not None):
                 losses = self.detector.criterion(self.detector(moved), targets, lambda value: value)
             self._scaler.scale(losses.total).backward()
+        self._scaler.unscale_(self._optimizer)
         return losses
 
     def update(self) -> None:
@@ -139,6 +141,13 @@ class TrainingLoop:
 
     def _count_call(self, module: nn.Module, args: Any, output: Tensor) -> None:
         self._attention_calls += 1
+
+
+def set_flags(config: DictConfig) -> None:
+    """Sets PyTorch's switches for TF32 and, by `trainer.deterministic` (false, true or warn), for determinism."""
+    allow_tf32(config.precision.allow_tf32)
+    deterministic = config.trainer.deterministic
+    torch.use_deterministic_algorithms(bool(deterministic), warn_only=deterministic == "warn")
 
 
 def autocast_dtype(config: DictConfig) -> torch.dtype | None:

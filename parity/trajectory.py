@@ -61,6 +61,10 @@ def run_trajectory(experiment: Experiment, progress: Progress) -> LevelResult:
         own = base if base_op == experiment.op else other
         _export_curve(Path(config.export), own, config_hash(experiment.configs[experiment.op]))
     checks += check_arms(base, other, experiment.settings.min_loss_change)
+    if config.trainer.deterministic is True:
+        same = controls[0].curves == base.curves
+        detail = "A again is A bit for bit" if same else "A again is not A bit for bit"
+        checks.append(Check("deterministic mode", judge(same), detail))
     comparisons = [compare_curves(name, base, controls, other, settings) for name in base.curves]
     checks += check_curves(comparisons, settings)
     data = {

@@ -9,7 +9,15 @@ import torch
 from parity.arms import Arm, load_experiment
 from parity.cases import DEFAULT_CASES
 from parity.ensemble import compare_outcomes, run_ensemble
-from parity.evaluation import Evaluated, agree, compare_evaluations, run_evaluation
+from parity.evaluation import (
+    Evaluated,
+    agree,
+    compare_evaluations,
+    control_arms,
+    evaluate_arm,
+    run_evaluation,
+    train_weights,
+)
 from parity.faults import FAULTS
 from parity.model_level import in_strict_fp32, judge_model, run_model_level, take_baseline, take_snapshot
 from parity.op_level import run_op_level
@@ -101,6 +109,28 @@ def test_trajectory_fails_a_fault(fault, experiment, controls):
     assert Verdict.FAIL in {check.verdict for check in check_curves(comparisons, settings)}
 
 
+def test_a_fault_without_size_goes_unseen(experiment, controls, strict, baseline):
+    base, others = controls
+    settings = experiment.settings.trajectory
+    for fault in (FAULTS[0], *FAULTS[-2:]):
+        arm = replace(base.arm, name="broken", fault=fault.name, fault_size=0.0)
+        sound = record(experiment, arm, 2, silent, total_steps=settings.steps)
+        comparisons = [compare_curves(name, base, others, sound, settings) for name in base.curves]
+        checks, _ = judge_model(baseline, take_snapshot(strict, arm, baseline.batch))
+        checks += check_curves(comparisons, settings)
+        assert {check.verdict for check in checks} == {Verdict.PASS}, fault.name
+
+
+def test_deterministic_mode_is_checked_bit_for_bit(overrides):
+    experiment = load_experiment([*overrides, "trainer.deterministic=true"])
+    try:
+        result = run_trajectory(experiment, silent)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert verdicts(result)["deterministic mode"] is Verdict.PASS
+
+
 def test_a_nudged_arm_stays_inside_the_envelope_of_the_others(experiment, controls):
     base, others = controls
     settings = experiment.settings.trajectory
@@ -133,16 +163,9 @@ def test_golden_curves(overrides, tmp_path):
     again = load_experiment([*overrides, f"import={path}"])
     assert run_trajectory(again, silent).verdict is Verdict.PASS
     document = json.loads(path.read_text())
-    curve = document["recording"]["curves"]["loss"]
-    path.write_text(
-        json.dumps(
-            document
-            | {
-                "recording": document["recording"]
-                | {"curves": document["recording"]["curves"] | {"loss": [value * 1.01 for value in curve]}}
-            }
-        )
-    )
+    recording = document["recording"]
+    moved = recording["curves"] | {"loss": [1.01 * value for value in recording["curves"]["loss"]]}
+    path.write_text(json.dumps(document | {"recording": recording | {"curves": moved}}))
     assert run_trajectory(again, silent).verdict is Verdict.FAIL
     path.write_text(json.dumps(document | {"config_hash": "other"}))
     assert run_trajectory(again, silent).verdict is Verdict.INCONCLUSIVE
@@ -171,9 +194,7 @@ def test_evaluation(experiment):
     assert result.data["agreement"] == pytest.approx(100.0)
 
 
-def test_evaluation_fails_moved_boxes_and_refuses_an_ap_that_is_too_low(experiment, folder):
-    from parity.evaluation import control_arms, evaluate_arm, train_weights
-
+def test_evaluation_fails_moved_boxes_and_refuses_an_ap_that_is_too_low(experiment):
     weights = train_weights(experiment, silent)
     base = evaluate_arm(experiment, control_arms(experiment)[0], weights, silent)
     moved = Evaluated(
@@ -244,4 +265,3 @@ def test_all_levels_on_a_gpu(overrides, tmp_path):
         assert run(experiment, silent).verdict is Verdict.PASS, run.__name__
     speed = run_speed(experiment, silent)
     assert min(value for phases in speed.data["phases"].values() for value in phases.values()) > 0
-    assert torch.cuda.is_available()
