@@ -41,7 +41,7 @@ def composed_option(option: str) -> DictConfig:
 def test_option_composes_and_resolves(option):
     cfg = composed_option(option)
     cfg.num_classes = 5
-    OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    assert OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -47,6 +47,7 @@ def test_own_layout(detector: DeformableDetr, tmp_path: Path) -> None:
 def test_step_counts_of_norms_may_be_missing(detector: DeformableDetr, tmp_path: Path) -> None:
     weights = {key: t for key, t in random_weights(detector).items() if not key.endswith("num_batches_tracked")}
     load_weights(detector, save(tmp_path / "official.pth", {"model": weights}))
+    assert all(torch.equal(detector.state_dict()[key], tensor) for key, tensor in weights.items())
 
 
 def test_other_classes_drop_the_class_heads_by_name(
