@@ -37,7 +37,8 @@ def run_sensitivity(experiment: Experiment, progress: Progress) -> LevelResult:
                 continue
             smallest[fault.name][level] = find_smallest(detect, fault, ladder)
             progress(f"sensitivity: {level} sees {fault.name} down to {smallest[fault.name][level]}")
-    checks = check_faults(smallest, list(sizes))
+    precision = experiment.configs[experiment.against].precision.lightning
+    checks = check_faults(smallest, list(sizes), in_half=precision != "32-true")
     rows = [{"fault": name, "smallest": found} for name, found in smallest.items()]
     data = {"levels": list(sizes), "rows": rows}
     return LevelResult("sensitivity", QUESTION, tuple(checks), _describe_sizes(sizes), data)
@@ -59,12 +60,19 @@ def find_smallest(detect: Detect, fault: Fault, ladder: list[float]) -> float | 
     return smallest
 
 
-def check_faults(smallest: dict[str, dict[str, float | None]], levels: list[str]) -> list[Check]:
-    """Checks that every fault is seen by all levels that ran and must see it."""
+def check_faults(smallest: dict[str, dict[str, float | None]], levels: list[str], in_half: bool) -> list[Check]:
+    """Checks that every fault is seen by all levels that ran and must see it.
+
+    Args:
+        smallest: smallest size seen, by fault and level.
+        levels: those that ran.
+        in_half: whether training ran under half-precision autocast, where a trajectory may miss a faint fault.
+    """
     checks = []
     for fault in FAULTS:
         found = smallest[fault.name]
-        required = [level for level in fault.seen_by if level in levels]
+        may_miss = ("trajectory",) if fault.faint and in_half else ()
+        required = [level for level in fault.seen_by if level in levels and level not in may_miss]
         missed = [level for level in required if found.get(level) is None]
         detail = f"seen by {', '.join(level for level in found if found[level] is not None) or 'no level'}"
         detail += f"; must be seen by {', '.join(missed)} too" if missed else ""

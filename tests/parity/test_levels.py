@@ -251,11 +251,20 @@ def test_the_smallest_size_is_the_last_one_seen_before_one_goes_unseen():
 def test_a_fault_that_a_level_misses_fails_the_suite():
     seen = {fault.name: dict.fromkeys(fault.seen_by, 1.0) for fault in FAULTS}
     levels = ["op", "model", "trajectory", "evaluation"]
-    assert {check.verdict for check in check_faults(seen, levels)} == {Verdict.PASS}
+    assert {check.verdict for check in check_faults(seen, levels, in_half=False)} == {Verdict.PASS}
     seen["one level dropped"]["model"] = None
-    missed = [check for check in check_faults(seen, levels) if check.verdict is Verdict.FAIL]
+    missed = [check for check in check_faults(seen, levels, in_half=False) if check.verdict is Verdict.FAIL]
     assert [check.name for check in missed] == ["one level dropped"]
     assert "must be seen by model too" in missed[0].detail
+
+
+def test_in_half_precision_a_trajectory_may_miss_faint_faults_alone():
+    seen = {fault.name: dict.fromkeys(fault.seen_by, 1.0) | {"trajectory": None} for fault in FAULTS}
+    failed = {
+        check.name for check in check_faults(seen, ["model", "trajectory"], True) if check.verdict is Verdict.FAIL
+    }
+    assert failed == {fault.name for fault in FAULTS if not fault.faint}
+    assert len(failed) == len(FAULTS) - 3
 
 
 @pytest.mark.gpu
