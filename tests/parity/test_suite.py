@@ -3,9 +3,11 @@
 import json
 
 import pytest
+from omegaconf import OmegaConf
 
 import parity.op_level
 from parity.__main__ import main
+from parity.arms import ROOT
 from parity.faults import find_fault
 from parity.results import Verdict
 from parity.suite import LEVELS, run_suite
@@ -78,3 +80,16 @@ def test_help_lists_the_levels(capsys):
     assert main(["--help"]) == 0
     assert "sensitivity, all" in capsys.readouterr().out
     assert main([]) == 3
+
+
+@pytest.mark.parametrize("preset", ["quick", "full"])
+def test_every_setting_of_a_preset_is_read_and_both_have_the_same(preset):
+    settings, others = (OmegaConf.load(ROOT / f"configs/parity/{name}.yaml").parity for name in (preset, "quick"))
+    text = "\n".join(file.read_text() for file in (ROOT / "parity").glob("*.py"))
+    assert settings.keys() == others.keys()
+    for name, group in settings.items():
+        assert f"settings.{name}" in text or f"parity.{name}" in text, f"nobody reads parity.{name}"
+        if OmegaConf.is_dict(group):
+            assert group.keys() == others[name].keys()
+            for key in group:
+                assert f"settings.{key}" in text or f"settings.{name}.{key}" in text, f"nobody reads {name}.{key}"
