@@ -1,11 +1,12 @@
 # make train [ARGS="..."]   sets up and trains; ARGS are Hydra overrides
 # make test  [ARGS="..."]   sets up and tests; ARGS go to pytest
 # make check                lint, format and types
+# make kernels              compiles every kernel for sm_80 to sm_100 and judges the machine code; needs no GPU
 PYTHON ?= python3
 VENV := .venv
 ARGS ?=
 
-.PHONY: train test check clean
+.PHONY: train test check kernels clean
 
 train: $(VENV)/installed
 	$(VENV)/bin/python train.py $(ARGS)
@@ -17,6 +18,9 @@ check: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+kernels: $(VENV)/installed
+	$(VENV)/bin/python -m scripts.compile_kernels_check $(ARGS)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
