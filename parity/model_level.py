@@ -67,12 +67,15 @@ def run_model_level(experiment: Experiment, progress: Progress) -> LevelResult:
     wrong = [row.name for row in module_rows if not row.passed]
     detail = f"{len(module_rows)} tensors of both kinds of reference points"
     checks.insert(0, Check("module", verdict_of(not wrong), f"{detail}; out of bounds: {', '.join(wrong) or 'none'}"))
-    gradients = sorted((row for row in rows if row.group == "gradient"), key=lambda row: row.ratio, reverse=True)
+    gradients = [row for row in rows if row.group == "gradient"]
+    # A bias in front of a normalisation has no gradient but rounding: a nudge changes it by more than its own size.
+    meant = sorted((row for row in gradients if row.limit < 1), key=lambda row: row.ratio, reverse=True)
     data = {
         "module": [_to_json(row) for row in module_rows],
         "tensors": [_to_json(row) for row in rows if row.group in ("output", "loss")],
-        "worst_gradients": [_to_json(row) for row in gradients[:NUM_WORST]],
+        "worst_gradients": [_to_json(row) for row in meant[:NUM_WORST]],
         "num_gradients": len(gradients),
+        "num_rounding_gradients": len(gradients) - len(meant),
     }
     margins = {
         "outputs and losses": f"{OUTPUT.factor:g} x the controls' difference",

@@ -116,7 +116,10 @@ def _ensemble(data: Document, manifest: Document) -> list[Block]:
     if data["band"]:
         band = data["band"]
         svg = draw_curves(
-            [Series("mean of B - A", band["mean"], _OTHER)], "difference", band=(band["low"], band["high"])
+            [Series("mean of B - A", band["mean"], _OTHER)],
+            "difference",
+            band=(band["low"], band["high"]),
+            band_name="interval",
         )
         blocks.append(Figure(svg, "Difference of the losses over the steps, with its bootstrap band over the seeds."))
     seeded = enumerate(data["outcomes"], manifest["first_seed"])
@@ -149,6 +152,10 @@ def _model(data: Document, manifest: Document) -> list[Block]:
 
     return [
         Heading(f"The {len(data['worst_gradients'])} worst of {data['num_gradients']} gradients", 3),
+        Paragraph(
+            f"{data['num_rounding_gradients']} gradients are left out here: they are nothing but rounding, and the "
+            "controls change them by more than their own size."
+        ),
         Table(header, rows(data["worst_gradients"])),
         Heading("Outputs and loss terms", 3),
         Table(header, rows(data["tensors"])),
