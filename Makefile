@@ -1,5 +1,5 @@
 # make train [ARGS="..."]   sets up and trains; ARGS are Hydra overrides
-# make test  [ARGS="..."]   sets up and tests; ARGS go to pytest
+# make test  [ARGS="..."]   sets up and tests, a process and a thread to each core; ARGS go to pytest
 # make check                lint, format and types
 # make kernels              compiles every kernel for sm_80 to sm_100 and judges the machine code; needs no GPU
 PYTHON ?= python3
@@ -12,7 +12,7 @@ train: $(VENV)/installed
 	$(VENV)/bin/python train.py $(ARGS)
 
 test: $(VENV)/installed-test
-	$(VENV)/bin/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 check: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .
