@@ -5,17 +5,19 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
+import torch
 import torchvision
 from torch import Tensor, nn
-from torchvision.ops import FrozenBatchNorm2d
 
 from models.checkpoints import check_keys, read_checkpoint
+from models.layers.frozen_norm import FoldedBatchNorm2d, folding_norms
+from models.weight_casts import casting_weights
 
 SWINS = ("swin_t", "swin_s", "swin_b")
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101")
 DILATABLE_RESNETS = ("resnet50", "resnet101")
 NORMS: dict[str, Callable[[int], nn.Module]] = {
-    "frozen": FrozenBatchNorm2d,
+    "frozen": FoldedBatchNorm2d,
     "batch": nn.BatchNorm2d,
     "sync": nn.SyncBatchNorm,
     "group": partial(nn.GroupNorm, 32),
@@ -34,7 +36,15 @@ class ResNetBackbone(nn.Module):
     """
 
     def __init__(
-        self, *, name: str, weights: str, norm: str, dilation: bool, finest_stride: int, num_feature_levels: int
+        self,
+        *,
+        name: str,
+        weights: str,
+        norm: str,
+        dilation: bool,
+        finest_stride: int,
+        num_feature_levels: int,
+        channels_last: bool,
     ) -> None:
         """Creates the network and loads its weights.
 
@@ -47,6 +57,8 @@ class ResNetBackbone(nn.Module):
             finest_stride: stride of the finest stage that may be returned, without dilation: 4, 8, 16 or 32.
             num_feature_levels: levels of the detector, 1 to 5; as many stages are returned, the last ones, as far as
                 finest_stride allows.
+            channels_last: whether images, features and kernels lie in memory channel by channel of a pixel, as the
+                convolutions of tensor cores want them; the results agree up to rounding.
 
         Raises:
             ValueError: on an unknown word, an impossible combination, or weights that do not fit the network.
@@ -76,6 +88,8 @@ class ResNetBackbone(nn.Module):
         if weights != "none" or norm == "frozen":
             for stage in FROZEN_STAGES:
                 self.body.get_submodule(stage).requires_grad_(False)
+        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        self.body.to(memory_format=self.memory_format)
 
     def forward(self, images: Tensor) -> list[Tensor]:
         """Computes the feature maps.
@@ -86,12 +100,13 @@ class ResNetBackbone(nn.Module):
         Returns:
             One float [B, channels, H_l, W_l] a stage, finest first.
         """
-        features = images
+        features = images.contiguous(memory_format=self.memory_format)
         outputs = []
-        for key, child in self.body.named_children():
-            features = child(features)
-            if key in self.stages:
-                outputs.append(features)
+        with folding_norms(self.body), casting_weights(self.body):
+            for key, child in self.body.named_children():
+                features = child(features)
+                if key in self.stages:
+                    outputs.append(features)
         return outputs
 
 

@@ -11,6 +11,7 @@ from models.boxes import inverse_sigmoid
 from models.layers.ms_deform_attn import MSDeformAttn
 from models.proposals import embed_boxes
 from models.structures import FeatureLevels
+from models.weight_casts import casting_weights
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,18 @@ class DeformableDecoder(nn.Module):
             Refined boxes are detached before the next layer reads them, so each box head learns from its own layer;
             looking forward twice, also from the next.
         """
+        with casting_weights(*(part for part in (self.layers, self.ref_point_head) if part is not None)):
+            return self._run_layers(query, query_pos, reference_points, memory, levels, attention_mask)
+
+    def _run_layers(
+        self,
+        query: Tensor,
+        query_pos: Tensor | None,
+        reference_points: Tensor,
+        memory: Tensor,
+        levels: FeatureLevels,
+        attention_mask: Tensor | None,
+    ) -> DecoderOutput:
         hidden, boxes = [], []
         attached_points = reference_points
         for index, layer in enumerate(self.layers):

@@ -13,6 +13,7 @@ from models.deformable_transformer import DeformableTransformer, EncoderDecoder
 from models.layers.mlp import MLP
 from models.position_encoding import SinePositionEncoding
 from models.structures import DetectorOutput, ImageBatch, Targets
+from models.weight_casts import casting_weights
 
 NORM_GROUPS = 32
 PRIOR_PROBABILITY = 0.01
@@ -150,11 +151,12 @@ def feature_levels(
         their position encodings float32 [B, C, H_l, W_l].
     """
     maps = backbone[0](batch.images)
-    features = [project(level) for project, level in zip(input_proj[: len(maps)], maps, strict=True)]
-    coarser = maps[-1]
-    for project in input_proj[len(maps) :]:
-        coarser = project(coarser)
-        features.append(coarser)
+    with casting_weights(input_proj):
+        features = [project(level) for project, level in zip(input_proj[: len(maps)], maps, strict=True)]
+        coarser = maps[-1]
+        for project in input_proj[len(maps) :]:
+            coarser = project(coarser)
+            features.append(coarser)
     padding_masks = [_resize_mask(batch.padding_mask, level) for level in features]
     return features, padding_masks, [backbone[1](mask) for mask in padding_masks]
 

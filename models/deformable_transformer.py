@@ -11,6 +11,7 @@ from models.encoder import DeformableEncoder, DeformableEncoderLayer
 from models.layers.ms_deform_attn import MSDeformAttn
 from models.proposals import embed_boxes, pixel_proposals
 from models.structures import EncoderProposals, FeatureLevels
+from models.weight_casts import casting_weights
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,8 @@ class EncoderDecoder(nn.Module):
             spatial_shapes=tuple((features.shape[2], features.shape[3]) for features in feature_maps),
             valid_ratios=torch.stack([valid_ratio(mask) for mask in padding_masks], dim=1),
         )
-        return levels, self.encoder(levels)
+        with casting_weights(self.encoder):
+            return levels, self.encoder(levels)
 
 
 class DeformableTransformer(EncoderDecoder):

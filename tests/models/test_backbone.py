@@ -8,11 +8,12 @@ import torchvision
 from torch import nn
 
 from models.backbone import ResNetBackbone, SwinBackbone
+from models.layers.frozen_norm import FoldedBatchNorm2d
 
 
 def build(**overrides: Any) -> ResNetBackbone:
     settings: dict[str, Any] = {"name": "resnet18", "weights": "none", "norm": "batch", "dilation": False}
-    return ResNetBackbone(**settings | {"finest_stride": 8, "num_feature_levels": 4} | overrides)
+    return ResNetBackbone(**settings | {"finest_stride": 8, "num_feature_levels": 4, "channels_last": True} | overrides)
 
 
 def trainable(backbone: ResNetBackbone) -> set[str]:
@@ -54,7 +55,7 @@ def test_dilation_keeps_the_resolution_of_the_last_stage() -> None:
 @pytest.mark.parametrize(
     ("norm", "layer"),
     [
-        ("frozen", torchvision.ops.FrozenBatchNorm2d),
+        ("frozen", FoldedBatchNorm2d),
         ("batch", nn.BatchNorm2d),
         ("sync", nn.SyncBatchNorm),
         ("group", nn.GroupNorm),
@@ -62,6 +63,21 @@ def test_dilation_keeps_the_resolution_of_the_last_stage() -> None:
 )
 def test_norms(norm: str, layer: type) -> None:
     assert type(build(norm=norm).body.get_submodule("bn1")) is layer
+
+
+@pytest.mark.parametrize("norm", ["frozen", "batch"])
+def test_memory_formats_agree(norm: str) -> None:
+    images = torch.randn(2, 3, 64, 96, dtype=torch.float64)
+    results = []
+    for channels_last in (True, False):
+        torch.manual_seed(0)
+        backbone = build(norm=norm, channels_last=channels_last).double()
+        features = backbone(images)
+        assert features[0].is_contiguous(memory_format=torch.channels_last) == channels_last
+        sum(feature.square().mean() for feature in features).backward()
+        results.append([*features, backbone.body.get_submodule("layer3.0.conv2").weight.grad])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_everything_trains_from_scratch() -> None:

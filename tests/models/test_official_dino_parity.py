@@ -64,6 +64,7 @@ def build_model(settings: dict[str, Any]) -> Dino:
             norm="frozen",
             dilation=False,
             finest_stride=4 if levels == 5 else 8,
+            channels_last=True,
             num_feature_levels=levels,
         ),
         position_encoding=SinePositionEncoding(channels=256, temperature=20, offset=0.0),

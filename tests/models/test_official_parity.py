@@ -63,6 +63,7 @@ def build_model(settings: dict[str, Any]) -> DeformableDetr:
             norm="frozen",
             dilation=settings.get("dilation", False),
             finest_stride=8,
+            channels_last=True,
             num_feature_levels=levels,
         ),
         position_encoding=SinePositionEncoding(channels=256, temperature=10000, offset=-0.5),
