@@ -1,15 +1,22 @@
 """Reading COCO annotation files: any category ids, the known defects repaired or refused."""
 
 import contextlib
+import gc
 import io
+import itertools
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from pycocotools.coco import COCO
+
+from coco.errors import DataError
+from coco.file_names import FileNames
 
 REQUIRED_KEYS = {
     "images": ("id", "file_name", "height", "width"),
@@ -28,66 +35,102 @@ class Category:
     name: str
 
 
+@dataclass(frozen=True)
+class AnnotationTable:
+    """The images and boxes of an annotation file in flat arrays, boxes in order of their images.
+
+    Attributes:
+        categories: In order of their ids: category i has the contiguous label i.
+        image_ids: int64 [images], ascending.
+        sizes_hw: int64 [images, 2], height and width in pixels.
+        file_names: The images' files.
+        first_box: int64 [images + 1]; image i has the boxes first_box[i] to first_box[i + 1].
+        boxes_xywh: float64 [boxes, 4], left, top, width and height in pixels, as the file has them.
+        areas: float64 [boxes], in square pixels.
+        labels: int64 [boxes], contiguous.
+        is_crowd: bool [boxes].
+    """
+
+    categories: tuple[Category, ...]
+    image_ids: NDArray[np.int64]
+    sizes_hw: NDArray[np.int64]
+    file_names: FileNames
+    first_box: NDArray[np.int64]
+    boxes_xywh: NDArray[np.float64]
+    areas: NDArray[np.float64]
+    labels: NDArray[np.int64]
+    is_crowd: NDArray[np.bool_]
+
+
 def read_categories(json_path: Path) -> tuple[Category, ...]:
     """Reads the categories of an annotation file, in order of their ids: category i has the contiguous label i.
 
     Raises:
-        ValueError: The file is absent, no COCO annotation file, or has ids that are no integers.
+        DataError: The file is absent, no COCO annotation file, or has ids that are no integers.
     """
-    return _parse_categories(_read_json(json_path), json_path)
+    return _parse_categories(read_json(json_path), json_path)
 
 
-def read_annotations(json_path: Path, limit: int | None) -> COCO:
+def read_table(json_path: Path, limit: int | None) -> AnnotationTable:
     """Reads an annotation file for detection.
 
-    Annotations are numbered anew from 1 (COCOeval takes a match with annotation 0 as no match). A missing `iscrowd`
-    becomes 0, a missing `area` the area of the box. Boxes without width or height inside the image are dropped, and
-    their number logged. Segmentations are dropped too: detection needs none, and COCO's fill gigabytes.
+    A missing `iscrowd` becomes 0, a missing `area` the area of the box. Boxes without width or height inside the image
+    are dropped, and their number logged. Segmentations are dropped too: detection needs none.
 
     Args:
         json_path: The annotation file.
         limit: Keep only the first so many images in order of their ids; None keeps all.
 
-    Returns:
-        The index of pycocotools over the repaired annotations.
-
     Raises:
-        ValueError: The limit is below 1, the file is absent or no COCO annotation file, an id is no integer, an image
-            has no size, or an annotation refers to a category or an image that the file does not list.
+        DataError: The limit is below 1, the file is absent or no COCO annotation file, an id is no integer, two images
+            share one, an image has no size, a box is not four finite numbers, or an annotation refers to a category or
+            an image that the file does not list.
     """
     if limit is not None and limit < 1:
-        raise ValueError(f"limit must be at least 1 image, got {limit}; use null for all images")
-    content = _read_json(json_path)
-    categories = _parse_categories(content, json_path)
-    images = sorted(content["images"], key=lambda image: _require_integer(image["id"], "image id", json_path))
-    for image in images:
-        if not (isinstance(image["height"], int) and isinstance(image["width"], int)):
-            raise ValueError(
-                f"image height and width must be integers, got {image['height']} and {image['width']} for image "
-                f"{image['id']} of {json_path}; write every image's size into the file"
-            )
-    sizes_hw = {image["id"]: (image["height"], image["width"]) for image in images}
-    kept_images = images if limit is None else images[:limit]
-    kept_ids = {image["id"] for image in kept_images}
-    category_ids = {category.id for category in categories}
+        raise DataError(f"limit must be at least 1 image, got {limit}; use null for all images")
+    with without_garbage_collection():
+        content = read_json(json_path)
+        return _make_table(content, _parse_categories(content, json_path), limit, json_path)
 
-    annotations: list[dict[str, Any]] = []
-    num_degenerate = 0
-    for source in content["annotations"]:
-        _check_references(source, category_ids, sizes_hw, json_path)
-        if source["image_id"] not in kept_ids:
-            continue
-        if _is_degenerate(source["bbox"], sizes_hw[source["image_id"]]):
-            num_degenerate += 1
-            continue
-        annotations.append(_repair(source, annotation_id=len(annotations) + 1))
-    if num_degenerate:
-        logger.warning("%s: dropped %d boxes without width or height inside their image", json_path, num_degenerate)
-    return build_index(
-        kept_images,
-        [{"id": category.id, "name": category.name} for category in categories],
-        annotations,
+
+def read_annotations(json_path: Path, limit: int | None) -> COCO:
+    """Reads an annotation file as `read_table` does, for evaluation."""
+    return index_table(read_table(json_path, limit))
+
+
+def index_table(table: AnnotationTable) -> COCO:
+    """Builds the index of pycocotools.
+
+    Annotations are numbered anew from 1: COCOeval takes a match with annotation 0 as no match.
+    """
+    image_of_box = np.repeat(table.image_ids, np.diff(table.first_box)).tolist()
+    category_ids = [category.id for category in table.categories]
+    columns = (
+        image_of_box,
+        table.labels.tolist(),
+        table.boxes_xywh.tolist(),
+        table.areas.tolist(),
+        table.is_crowd.astype(int).tolist(),
     )
+    annotations = [
+        {
+            "id": number,
+            "image_id": image_id,
+            "category_id": category_ids[label],
+            "bbox": bbox,
+            "area": area,
+            "iscrowd": crowd,
+        }
+        for number, (image_id, label, bbox, area, crowd) in enumerate(zip(*columns, strict=True), start=1)
+    ]
+    images = [
+        {"id": image_id, "file_name": table.file_names[place], "height": height, "width": width}
+        for place, (image_id, (height, width)) in enumerate(
+            zip(table.image_ids.tolist(), table.sizes_hw.tolist(), strict=True)
+        )
+    ]
+    categories = [{"id": category.id, "name": category.name} for category in table.categories]
+    return build_index(images, categories, annotations)
 
 
 def build_index(
@@ -101,80 +144,173 @@ def build_index(
     return index
 
 
-def _read_json(json_path: Path) -> dict[str, Any]:
-    """Reads the file and checks that it has COCO's three lists, and their entries what detection needs."""
+def read_json(json_path: Path) -> dict[str, Any]:
+    """Reads the file and checks that it has COCO's three lists, and their entries what detection needs.
+
+    Raises:
+        DataError: The file is absent, no JSON, or incomplete.
+    """
     if not json_path.is_file():
-        raise ValueError(f"annotation file must exist, got {json_path}; check the path")
-    try:
-        content = json.loads(json_path.read_bytes())
-    except ValueError as error:
-        raise ValueError(
-            f"annotation file must be JSON, got {json_path} ({error}); write or download it again"
-        ) from error
-    missing = [kind for kind in REQUIRED_KEYS if kind not in content]
+        raise DataError(f"annotation file must exist, got {json_path}; check the path")
+    with without_garbage_collection():
+        try:
+            content = json.loads(json_path.read_bytes())
+        except ValueError as error:
+            raise DataError(
+                f"annotation file must be JSON, got {json_path} ({error}); write or download it again"
+            ) from error
+    missing = [kind for kind in REQUIRED_KEYS if not (isinstance(content, dict) and kind in content)]
     if missing:
-        raise ValueError(
+        raise DataError(
             f"annotation file must hold images, annotations and categories, got {json_path} without "
             f"{', '.join(missing)}; convert it to COCO's instances format"
         )
     for kind, keys in REQUIRED_KEYS.items():
+        required = frozenset(keys)
         for place, entry in enumerate(content[kind]):
-            absent = [key for key in keys if key not in entry]
-            if absent:
-                raise ValueError(
-                    f"every entry of {kind} must have {', '.join(keys)}, got no {', '.join(absent)} in entry "
-                    f"{place} of {json_path}; complete the file"
+            if not required <= entry.keys():
+                absent = ", ".join(key for key in keys if key not in entry)
+                raise DataError(
+                    f"every entry of {kind} must have {', '.join(keys)}, got no {absent} in entry {place} of "
+                    f"{json_path}; complete the file"
                 )
     return content
 
 
+@contextlib.contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Pauses the search for cycles: JSON has none, and looking for them takes most of the time of reading it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def find_degenerate(boxes_xywh: NDArray[np.float64], sizes_hw: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Returns, bool [boxes], whether nothing is left of a box after clipping to its image.
+
+    Args:
+        boxes_xywh: float64 [boxes, 4], in pixels.
+        sizes_hw: int64 [boxes, 2], height and width of each box's image in pixels.
+    """
+    low = np.maximum(boxes_xywh[:, :2], 0)
+    high = np.minimum(boxes_xywh[:, :2] + boxes_xywh[:, 2:], sizes_hw[:, ::-1])
+    degenerate: NDArray[np.bool_] = (high <= low).any(axis=1)
+    return degenerate
+
+
+def _make_table(
+    content: dict[str, Any], categories: tuple[Category, ...], limit: int | None, json_path: Path
+) -> AnnotationTable:
+    """Checks and repairs the entries, and lays them out by image."""
+    images = _parse_images(content["images"], json_path)
+    image_ids = np.array([image["id"] for image in images], dtype=np.int64)
+    sizes_hw = np.array([(image["height"], image["width"]) for image in images], dtype=np.int64).reshape(-1, 2)
+    sources = content["annotations"]
+    _require_integers(sources, "id", "annotation id", json_path)
+    image_of_box = _find_places(sources, "image_id", image_ids, json_path)
+    labels = _find_places(sources, "category_id", np.array([category.id for category in categories]), json_path)
+    boxes_xywh = _parse_boxes(sources, json_path)
+
+    num_kept = len(images) if limit is None else min(limit, len(images))
+    is_chosen = image_of_box < num_kept
+    is_degenerate = find_degenerate(boxes_xywh, sizes_hw[image_of_box]) & is_chosen
+    if is_degenerate.any():
+        logger.warning(
+            "%s: dropped %d boxes without width or height inside their image", json_path, is_degenerate.sum()
+        )
+    kept = np.flatnonzero(is_chosen & ~is_degenerate)
+    order = kept[np.argsort(image_of_box[kept], kind="stable")]
+    default_areas = boxes_xywh[:, 2] * boxes_xywh[:, 3]
+    areas = np.array([source.get("area") for source in sources], dtype=np.float64)
+    is_crowd = np.array([bool(source.get("iscrowd")) for source in sources], dtype=np.bool_)
+    return AnnotationTable(
+        categories=categories,
+        image_ids=image_ids[:num_kept],
+        sizes_hw=sizes_hw[:num_kept],
+        file_names=FileNames(image["file_name"] for image in images[:num_kept]),
+        first_box=np.searchsorted(image_of_box[order], np.arange(num_kept + 1)),
+        boxes_xywh=boxes_xywh[order],
+        areas=np.where(np.isnan(areas), default_areas, areas)[order],
+        labels=labels[order],
+        is_crowd=is_crowd[order],
+    )
+
+
+def _parse_images(entries: list[dict[str, Any]], json_path: Path) -> list[dict[str, Any]]:
+    """Returns the images in order of their ids, each with an id of its own and a size."""
+    _require_integers(entries, "id", "image id", json_path)
+    images = sorted(entries, key=lambda image: image["id"])
+    for image, following in itertools.pairwise(images):
+        if image["id"] == following["id"]:
+            raise DataError(
+                f"image ids must be distinct, got {image['id']} for {image['file_name']} and "
+                f"{following['file_name']} in {json_path}; renumber them"
+            )
+    for image in images:
+        if not all(type(image[side]) is int and image[side] > 0 for side in ("height", "width")):
+            raise DataError(
+                f"image height and width must be integers above 0, got {image['height']} and {image['width']} for "
+                f"image {image['id']} of {json_path}; write every image's size into the file"
+            )
+    return images
+
+
 def _parse_categories(content: dict[str, Any], json_path: Path) -> tuple[Category, ...]:
     """Returns the categories in order of their ids."""
-    categories = [
-        Category(_require_integer(entry["id"], "category id", json_path), entry["name"])
-        for entry in content["categories"]
-    ]
+    _require_integers(content["categories"], "id", "category id", json_path)
+    categories = [Category(entry["id"], entry["name"]) for entry in content["categories"]]
     ids = [category.id for category in categories]
     if len(set(ids)) != len(ids) or not ids:
-        raise ValueError(f"category ids must be distinct and at least one, got {ids} in {json_path}; renumber them")
+        raise DataError(f"category ids must be distinct and at least one, got {ids} in {json_path}; renumber them")
     return tuple(sorted(categories, key=lambda category: category.id))
 
 
-def _require_integer(value: object, name: str, json_path: Path) -> int:
-    """Returns the value if it is an integer (COCOeval counts with ids)."""
-    if not isinstance(value, int):
-        raise ValueError(f"{name} must be an integer, got {value!r} in {json_path}; number the entries with integers")
-    return value
-
-
-def _check_references(
-    annotation: dict[str, Any], category_ids: set[int], sizes_hw: dict[int, tuple[int, int]], json_path: Path
-) -> None:
-    """Checks an annotation's id and that its category and image exist."""
-    annotation_id = _require_integer(annotation["id"], "annotation id", json_path)
-    for key, known in (("category_id", category_ids), ("image_id", sizes_hw.keys())):
-        if annotation[key] not in known:
-            raise ValueError(
-                f"{key} must be one that the file lists, got {annotation[key]!r} in annotation {annotation_id} of "
-                f"{json_path}; add the entry or remove the annotation"
+def _require_integers(entries: list[dict[str, Any]], key: str, name: str, json_path: Path) -> None:
+    """Checks that a value of every entry is an integer (COCOeval counts with ids)."""
+    for entry in entries:
+        if type(entry[key]) is not int:
+            raise DataError(
+                f"{name} must be an integer, got {entry[key]!r} in {json_path}; number the entries with integers"
             )
 
 
-def _is_degenerate(bbox_xywh: Sequence[float], size_hw: tuple[int, int]) -> bool:
-    """Whether nothing is left of the box after clipping to the image."""
-    x, y, width, height = bbox_xywh
-    image_height, image_width = size_hw
-    return min(x + width, image_width) <= max(x, 0) or min(y + height, image_height) <= max(y, 0)
+def _find_places(
+    sources: list[dict[str, Any]], key: str, known: NDArray[np.int64], json_path: Path
+) -> NDArray[np.int64]:
+    """Returns the place among the ascending known ids of each annotation's id."""
+    places = {number: place for place, number in enumerate(known.tolist())}
+    try:
+        return np.fromiter((places[source[key]] for source in sources), dtype=np.int64, count=len(sources))
+    except (KeyError, TypeError):
+        wrong = next(s for s in sources if not (isinstance(s[key], int) and s[key] in places))
+    raise DataError(
+        f"{key} must be one that the file lists, got {wrong[key]!r} in annotation {wrong['id']} of "
+        f"{json_path}; add the entry or remove the annotation"
+    )
 
 
-def _repair(source: dict[str, Any], annotation_id: int) -> dict[str, Any]:
-    """Returns what detection needs of an annotation, missing values filled in."""
-    _, _, width, height = source["bbox"]
-    return {
-        "id": annotation_id,
-        "image_id": source["image_id"],
-        "category_id": source["category_id"],
-        "bbox": source["bbox"],
-        "area": source.get("area", width * height),
-        "iscrowd": source.get("iscrowd", 0),
-    }
+def _parse_boxes(sources: list[dict[str, Any]], json_path: Path) -> NDArray[np.float64]:
+    """Returns the boxes, float64 [boxes, 4]."""
+    boxes = [source["bbox"] for source in sources]
+    wrong = next((place for place, bbox in enumerate(boxes) if not _is_box(bbox)), None)
+    if wrong is not None:
+        raise DataError(
+            f"bbox must be four finite numbers (left, top, width, height), got {boxes[wrong]} in annotation "
+            f"{sources[wrong]['id']} of {json_path}; correct or remove the annotation"
+        )
+    return np.array(boxes, dtype=np.float64).reshape(-1, 4)
+
+
+def _is_box(bbox: Any) -> bool:
+    """Whether it is a list of four finite numbers; the sum of finite numbers is finite unless they are astronomical."""
+    if not (isinstance(bbox, list) and len(bbox) == 4):
+        return False
+    try:
+        total = bbox[0] + bbox[1] + bbox[2] + bbox[3]
+    except TypeError:
+        return False
+    return isinstance(total, int | float) and abs(total) < 1e30

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule
 from pycocotools.coco import COCO
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader
 
-from coco.annotations import Category, read_annotations, read_categories
+from coco.annotations import AnnotationTable, Category, index_table, read_categories, read_table
 from coco.collate import Batch, collate
 from coco.dataset import CocoDataset, Sample, Transform
+from coco.errors import DataError
+from coco.sampling import Draws, DrawSampler, TrainingLoader
 from coco.shapes import SHAPES
 from coco.synthetic import CATEGORY_IDS, SyntheticSpec, write_synthetic_dataset
 
@@ -35,7 +37,7 @@ class CocoDataModule(LightningDataModule):
         repeat_train: How often an epoch goes over the training images; above 1 it spares a tiny data set the cost of
             restarting the loader.
         limit_val: Validate on the first so many images in order of their ids; null for all.
-        seed: Seed of the order of the training images.
+        seed: Seed of the order and the augmentation of the training images.
     """
 
     def __init__(
@@ -75,12 +77,12 @@ class CocoDataModule(LightningDataModule):
         """Checks that the data is where the settings say, before anything is built.
 
         Raises:
-            ValueError: An annotation file or an image folder is absent; the message names all that are.
+            DataError: An annotation file or an image folder is absent; the message names all that are.
         """
         absent = [str(path) for path in (self.train_json, self.val_json) if not path.is_file()]
         absent += [str(path) for path in (self.train_images, self.val_images) if not path.is_dir()]
         if absent:
-            raise ValueError(
+            raise DataError(
                 f"annotation files and image folders must exist, got no {', '.join(absent)}; set data.root to a folder "
                 "with annotations/, train2017/ and val2017/, or data.train_json, data.train_images, data.val_json and "
                 "data.val_images"
@@ -99,67 +101,60 @@ class CocoDataModule(LightningDataModule):
     @cached_property
     def train_dataset(self) -> CocoDataset:
         """The training images."""
-        annotations = read_annotations(self.train_json, self.limit_train)
-        return self._build_dataset(annotations, self.train_json, self.train_images, self.train_transform)
+        annotations = read_table(self.train_json, self.limit_train)
+        if annotations.categories != self.categories:
+            raise DataError(
+                f"categories must be the same in training and validation, got {len(annotations.categories)} in "
+                f"{self.train_json} and {self.num_classes} in {self.val_json} with other ids or names; list all "
+                "categories in both files"
+            )
+        return CocoDataset(annotations=annotations, images_dir=self.train_images, transform=self.train_transform)
+
+    @cached_property
+    def val_table(self) -> AnnotationTable:
+        """The validation annotations in arrays."""
+        return read_table(self.val_json, self.limit_val)
 
     @cached_property
     def val_annotations(self) -> COCO:
         """The validation annotations, crowds included, as the evaluation needs them."""
-        return read_annotations(self.val_json, self.limit_val)
+        return index_table(self.val_table)
 
     @cached_property
     def val_dataset(self) -> CocoDataset:
         """The validation images."""
-        return self._build_dataset(self.val_annotations, self.val_json, self.val_images, self.eval_transform)
+        return CocoDataset(annotations=self.val_table, images_dir=self.val_images, transform=self.eval_transform)
 
-    def train_dataloader(self) -> DataLoader[Sample]:
-        """Shuffled batches of equal size; the order is a function of seed, epoch and rank.
+    def train_dataloader(self) -> TrainingLoader:
+        """Shuffled batches of equal size; order and augmentation are a function of seed, epoch and rank.
 
         Raises:
-            ValueError: A process has fewer images than one batch.
+            DataError: A process has fewer images than one batch.
         """
         num_replicas, rank = (1, 0) if self.trainer is None else (self.trainer.world_size, self.trainer.global_rank)
-        dataset: ConcatDataset[Sample] = ConcatDataset([self.train_dataset] * self.repeat_train)
-        sampler: DistributedSampler[Sample] = DistributedSampler(
-            dataset, num_replicas=num_replicas, rank=rank, shuffle=True, seed=self.seed
-        )
+        draws = Draws(self.train_dataset, repeats=self.repeat_train, seed=self.seed)
+        sampler = DrawSampler(draws, num_replicas=num_replicas, rank=rank, seed=self.seed)
         if len(sampler) < self.batch_size:
-            raise ValueError(
+            raise DataError(
                 f"batch_size must be at most the number of training images of a process, got {self.batch_size} with "
                 f"{len(sampler)} images; lower data.batch_size"
             )
-        return self._build_loader(dataset, self.batch_size, sampler=sampler, drop_last=True)
+        return TrainingLoader(
+            draws, batch_size=self.batch_size, sampler=sampler, drop_last=True, **self._loader_settings()
+        )
 
     def val_dataloader(self) -> DataLoader[Sample]:
         """Batches in order of the image ids."""
-        return self._build_loader(self.val_dataset, self.eval_batch_size, sampler=None, drop_last=False)
+        return DataLoader(self.val_dataset, batch_size=self.eval_batch_size, **self._loader_settings())
 
-    def _build_dataset(self, annotations: COCO, json_path: Path, images_dir: Path, transform: Transform) -> CocoDataset:
-        """Builds a data set, its categories compared with those of the model."""
-        found = tuple(Category(entry["id"], entry["name"]) for entry in annotations.dataset["categories"])
-        if found != self.categories:
-            raise ValueError(
-                f"categories must be the same in training and validation, got {len(found)} in {json_path} and "
-                f"{len(self.categories)} in {self.val_json} with other ids or names; list all categories in both files"
-            )
-        return CocoDataset(
-            annotations=annotations, categories=self.categories, images_dir=images_dir, transform=transform
-        )
-
-    def _build_loader(
-        self, dataset: Dataset[Sample], batch_size: int, *, sampler: DistributedSampler[Sample] | None, drop_last: bool
-    ) -> DataLoader[Sample]:
-        """Builds a loader of padded batches."""
-        return DataLoader(
-            dataset,
-            batch_size=batch_size,
-            sampler=sampler,
-            drop_last=drop_last,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            pin_memory=torch.cuda.is_available(),
-            collate_fn=partial[Batch](collate, size_divisor=self.size_divisor),
-        )
+    def _loader_settings(self) -> dict[str, Any]:
+        """What all loaders have in common."""
+        return {
+            "num_workers": self.num_workers,
+            "persistent_workers": self.num_workers > 0,
+            "pin_memory": torch.cuda.is_available(),
+            "collate_fn": partial[Batch](collate, size_divisor=self.size_divisor),
+        }
 
 
 class SyntheticDataModule(CocoDataModule):

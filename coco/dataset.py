@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
-from pycocotools.coco import COCO
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision import tv_tensors
 
-from coco.annotations import Category
+from coco.annotations import AnnotationTable
 from coco.images import read_image_rgb
 
 Transform = Callable[[tv_tensors.Image, dict[str, Tensor]], tuple[tv_tensors.Image, dict[str, Tensor]]]
@@ -39,32 +39,26 @@ class Sample:
 class CocoDataset(Dataset[Sample]):
     """Images in order of their ids, with the boxes that a detector trains on.
 
-    Crowd annotations are no targets; boxes are clipped to the image. The targets are held in tensors rather than in
-    Python objects, which worker processes would copy page by page.
+    Crowd annotations are no targets; boxes are clipped to the image. Everything is held in arrays, whose pages worker
+    processes share, rather than in Python objects, which they would copy page by page.
 
     Args:
-        annotations: As `read_annotations` returns it.
-        categories: All categories, in the order of the contiguous labels.
+        annotations: As `coco.annotations.read_table` returns it.
         images_dir: Folder that the file names are relative to.
         transform: Augmentation of image and target.
     """
 
-    def __init__(
-        self, *, annotations: COCO, categories: tuple[Category, ...], images_dir: Path, transform: Transform
-    ) -> None:
-        labels_by_category = {category.id: label for label, category in enumerate(categories)}
-        image_ids = sorted(annotations.imgs)
-        infos = [annotations.imgs[image_id] for image_id in image_ids]
-        targets = [[a for a in annotations.imgToAnns[image_id] if not a["iscrowd"]] for image_id in image_ids]
-        flat = [annotation for target in targets for annotation in target]
+    def __init__(self, *, annotations: AnnotationTable, images_dir: Path, transform: Transform) -> None:
+        is_target = ~annotations.is_crowd
+        targets_before = np.concatenate([[0], is_target.cumsum()])
         self._images_dir = images_dir
         self._transform = transform
-        self._file_names = [info["file_name"] for info in infos]
-        self._image_ids = torch.tensor(image_ids, dtype=torch.int64)
-        self._sizes_hw = torch.tensor([(info["height"], info["width"]) for info in infos]).reshape(-1, 2)
-        self._first_target = torch.tensor([0] + [len(target) for target in targets]).cumsum(0)
-        self._labels = torch.tensor([labels_by_category[a["category_id"]] for a in flat], dtype=torch.int64)
-        self._boxes_xywh = torch.tensor([a["bbox"] for a in flat], dtype=torch.float32).reshape(-1, 4)
+        self._file_names = annotations.file_names
+        self._image_ids = torch.from_numpy(annotations.image_ids.copy())
+        self._sizes_hw = torch.from_numpy(annotations.sizes_hw.copy())
+        self._first_target = torch.from_numpy(targets_before[annotations.first_box])
+        self._labels = torch.from_numpy(annotations.labels[is_target])
+        self._boxes_xywh = torch.from_numpy(annotations.boxes_xywh[is_target]).float()
 
     def __len__(self) -> int:
         return len(self._file_names)

@@ -6,6 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageOps
 
+from coco.errors import DataError
+
 RGB = NDArray[np.uint8]
 
 TRANSPOSING_ORIENTATIONS = (5, 6, 7, 8)
@@ -29,14 +31,14 @@ def read_image_rgb(path: Path, recorded_size_hw: tuple[int, int] | None = None) 
         uint8 [H, W, 3].
 
     Raises:
-        ValueError: The file is missing, truncated or no image, or its size is neither way round the recorded one.
+        DataError: The file is missing, truncated or no image, or its size is neither way round the recorded one.
     """
     try:
         with Image.open(path) as image:
             image.load()
             upright = _turn_upright(image, path, recorded_size_hw)
     except OSError as error:
-        raise ValueError(
+        raise DataError(
             f"image file must be readable, got {path} ({error}); replace the file or remove it from the annotations"
         ) from error
     return np.array(_convert_to_rgb(upright))
@@ -53,7 +55,7 @@ def _turn_upright(image: Image.Image, path: Path, recorded_size_hw: tuple[int, i
         return image
     if recorded_size_hw == upright_hw:
         return ImageOps.exif_transpose(image)
-    raise ValueError(
+    raise DataError(
         f"image size must be the recorded height and width {recorded_size_hw}, got {stored_hw} in {path}; "
         "correct the annotation file, or rescale the boxes with the images"
     )

@@ -38,7 +38,12 @@ def test_limit_keeps_the_first_images_by_id(write_json, content):
         (("annotations", 0, "category_id"), 5, "category_id must be one that the file lists, got 5"),
         (("annotations", 0, "image_id"), 99, "image_id must be one that the file lists, got 99"),
         (("categories", 0, "id"), 0, "category ids must be distinct"),
-        (("images", 0, "width"), None, "image height and width must be integers, got 40 and None for image 30"),
+        (("images", 0, "id"), 7, "image ids must be distinct, got 7 for"),
+        (("annotations", 3, "bbox"), [1, 2, 3], r"bbox must be four finite numbers .* got \[1, 2, 3\] in annotation 8"),
+        (("annotations", 3, "bbox"), [1, 2, float("nan"), 3], "bbox must be four finite numbers"),
+        (("annotations", 3, "bbox"), None, "bbox must be four finite numbers"),
+        (("images", 0, "height"), 0, "integers above 0, got 0 and 60 for image 30"),
+        (("images", 0, "width"), None, "image height and width must be integers above 0, got 40 and None for image 30"),
     ],
 )
 def test_defects_are_refused_in_one_line(write_json, content, path, value, message):

@@ -71,6 +71,49 @@ def test_workers_give_the_same_images(build):
     assert ids_of(build(num_workers=1).train_dataloader()) == expected
 
 
+def test_pixels_depend_on_neither_workers_nor_earlier_draws(build):
+    torch.manual_seed(0)
+    expected = list(build().train_dataloader())
+    torch.manual_seed(1)
+    for loader in (build().train_dataloader(), build(num_workers=2).train_dataloader()):
+        for batch, other in zip(loader, expected, strict=True):
+            assert torch.equal(batch["images"], other["images"])
+            assert torch.equal(batch["boxes_cxcywh"], other["boxes_cxcywh"])
+    others = build(seed=1).train_dataloader()
+    assert not all(torch.equal(a["images"], b["images"]) for a, b in zip(others, expected, strict=True))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_goes_on_within_an_epoch(build, num_workers):
+    expected = list(build(batch_size=3).train_dataloader())
+    stopped = build(batch_size=3).train_dataloader()
+    for _, _ in zip(range(5), stopped, strict=False):
+        pass
+    state = stopped.state_dict()
+    assert state == {"batches": 5}
+    resumed = build(batch_size=3, num_workers=num_workers).train_dataloader()
+    resumed.load_state_dict(state)
+    rest = list(resumed)
+    assert len(resumed) == 8
+    assert [batch["image_ids"] for batch in rest] == [batch["image_ids"] for batch in expected[5:]]
+    assert all(torch.equal(a["images"], b["images"]) for a, b in zip(rest, expected[5:], strict=True))
+    assert len(list(resumed)) == 8
+
+
+def test_a_state_at_the_end_of_an_epoch_skips_nothing(build):
+    loader = build().train_dataloader()
+    assert len(list(loader)) == 4
+    resumed = build().train_dataloader()
+    resumed.load_state_dict(loader.state_dict())
+    assert len(list(resumed)) == 4
+
+
+def test_an_image_is_augmented_anew_in_each_epoch(build):
+    loader = build(limit_train=1, batch_size=1, repeat_train=12).train_dataloader()
+    views = {batch["images"].numpy().tobytes() for batch in loader}
+    assert len(views) == 2  # flipped or not
+
+
 def test_size_divisor_reaches_the_batches(build):
     batch = next(iter(build(size_divisor=48).val_dataloader()))
     assert batch["images"].shape[-2:] == (96, 96)

@@ -1,15 +1,14 @@
 import pytest
 import torch
 
-from coco.annotations import read_annotations, read_categories
+from coco.annotations import read_table
 from coco.dataset import CocoDataset
 from coco.transforms import evaluation_transform, light_augmentation
 
 
 def build(json_path, images_dir, transform, limit=None):
     return CocoDataset(
-        annotations=read_annotations(json_path, limit),
-        categories=read_categories(json_path),
+        annotations=read_table(json_path, limit),
         images_dir=images_dir,
         transform=transform,
     )

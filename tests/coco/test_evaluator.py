@@ -37,6 +37,7 @@ CAT = (0.9, 2, 10, 5, 30, 15)
 ANT = (0.8, 0, 50, 30, 70, 50)
 BEE = (0.7, 1, -6, 2, 20, 12)
 ON_CROWD = (0.95, 1, 5, 5, 25, 25)
+NUM_IMAGES = (5, 6, 7, 23)
 NOWHERE = (0.95, 1, 40, 2, 58, 20)
 
 
@@ -143,15 +144,15 @@ def gather_with_gloo(num_processes, own):
 def run_process(rank, num_processes, port, json_path, folder):
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_processes)
     gather = partial(gather_with_gloo, num_processes)
-    metrics = [evaluate_split(json_path, count, num_processes, rank, gather) for count in (5, 6, 7)]
+    metrics = [evaluate_split(json_path, count, num_processes, rank, gather) for count in NUM_IMAGES]
     (folder / f"{rank}.json").write_text(json.dumps(metrics))
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("num_processes", [2, 3])
 def test_processes_agree_with_one(synthetic_folder, tmp_path, num_processes):
-    json_path = synthetic_folder / "annotations" / "instances_val.json"
-    expected = [evaluate_split(json_path, count, 1, 0, lambda own: [own]) for count in (5, 6, 7)]
+    json_path = synthetic_folder / "annotations" / "instances_train.json"
+    expected = [evaluate_split(json_path, count, 1, 0, lambda own: [own]) for count in NUM_IMAGES]
     assert 0.05 < expected[0]["AP"] < 0.95
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,0 +1,96 @@
+"""Which image comes when, and how it is augmented: functions of seed, epoch and place, so that a run can be resumed."""
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from coco.dataset import Sample
+
+
+class Draws(Dataset[Sample]):
+    """Numbers every augmented image of a training: draw d shows image d modulo their number.
+
+    The augmentation of a draw follows from the seed and the draw alone, whichever process makes it and whatever was
+    drawn before; that is what makes a run independent of the number of workers, and a resumed one equal to one that
+    was never stopped.
+
+    Args:
+        dataset: The images.
+        repeats: How often an epoch goes over them.
+        seed: Seed of the augmentation.
+    """
+
+    def __init__(self, dataset: Dataset[Sample], *, repeats: int, seed: int) -> None:
+        self._dataset = dataset
+        self._num_images = len(dataset)  # type: ignore[arg-type]  # a map-style data set has a length
+        self._repeats = repeats
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return self._num_images * self._repeats
+
+    def __getitem__(self, draw: int) -> Sample:
+        generator = torch.default_generator
+        state = generator.get_state()
+        digest = hashlib.blake2b(f"{self._seed},{draw}".encode(), digest_size=4).digest()
+        generator.manual_seed(int.from_bytes(digest, "little"))
+        try:
+            return self._dataset[draw % self._num_images]
+        finally:
+            generator.set_state(state)
+
+
+class DrawSampler(DistributedSampler[Sample]):
+    """Shuffles the draws of an epoch over all processes; the order is a function of seed, epoch and rank.
+
+    Args:
+        draws: What to sample from.
+        num_replicas: Number of processes.
+        rank: This process.
+        seed: Seed of the order.
+
+    Attributes:
+        first: Place in this process's part of the next epoch at which to begin, for that epoch alone.
+    """
+
+    def __init__(self, draws: Draws, *, num_replicas: int, rank: int, seed: int) -> None:
+        super().__init__(draws, num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed)
+        self._num_draws = len(draws)
+        self.first = 0
+
+    def __iter__(self) -> Iterator[int]:  # type: ignore[override]  # the base class says samples and yields indices
+        first, self.first = self.first, 0
+        for place, index in enumerate(super().__iter__()):
+            if place >= first:
+                yield self.epoch * self._num_draws + int(index)  # type: ignore[call-overload]
+
+
+class TrainingLoader(DataLoader[Sample]):
+    """A loader that knows how many batches of the epoch it has given, and can begin after them.
+
+    Lightning keeps its state in checkpoints and gives it back where a run goes on within an epoch.
+    """
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._given = 0
+        self._first = 0
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator over the base class's iterator
+        self._given, self._first = self._first, 0
+        if isinstance(self.sampler, DrawSampler):
+            self.sampler.first = self._given * (self.batch_size or 1)
+        for batch in super().__iter__():
+            self._given += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns the number of batches given in this epoch."""
+        return {"batches": self._given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Begins the next epoch after the batches of a state; a whole epoch's leaves nothing to skip."""
+        self._first = state["batches"] % len(self)
