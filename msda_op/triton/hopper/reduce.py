@@ -5,15 +5,18 @@ One program, a single warp, takes one bucket and 32 channels. For 32 records at 
 
     window[32 pixels, 32 channels] += W[32 pixels, 32 records] @ upstream gradient[32 records, 32 channels]
 
-in float32, where column n of W holds the four bilinear weights of record n in the dtype of value. W stands in shared
-memory: lane n stores its four weights, two mma steps of 16 records read them back through ldmatrix, and lane n puts
-zeros there again. Row p of W (pixel p = row * 8 + column of the window) has 64 bytes; its 16-byte quarters are
-permuted by p >> 1 & 3, so that neighbouring rows of a column fall on different banks.
+in float32, where column n of W holds the bilinear weights of record n in the dtype of value: the hat function of its
+distance from each pixel along x, times that along y, times its attention weight. Nothing goes through shared memory:
+each lane computes the elements of W that it holds as A operand of the product.
 
-    lane 4g + t    as gather lane: record g of eight, 16-byte chunk t of its gradient row: channels 8t .. 8t + 7
+    lane 4g + t    as record lane: record g of eight; its weight for row t of the window; 16-byte chunk t of its
+                   gradient row: channels 8t .. 8t + 7
+                   in W: column g of the window, records 2t and 2t + 1 of eight; all four rows of it, a register each
                    in the sums: column g of the window, channels 8t + 2j, 8t + 2j + 1 in n-block j
 
-A register of the gather lanes is an 8 x 8 matrix (record, channel), its transpose half of a B operand.
+From record lanes to W, numbers travel by the tensor core too: see `weigh_records`. A register of a gradient row is an
+8 x 8 matrix (record, channel), its transpose half of a B operand. Pixels of the window outside the level get sums like
+any other, and are not written.
 """
 
 import triton
@@ -23,63 +26,71 @@ from msda_op.triton.hopper.backward import RECORD_SCALE
 from msda_op.triton.hopper.buckets import COUNTER_STRIDE, WINDOW_H, WINDOW_W
 from msda_op.triton.hopper.primitives import (
     add_floats4,
-    allocate_window,
-    clear_shared,
-    load_matrices,
-    load_words2,
     load_words4,
     multiply_matrices,
+    multiply_short_matrices,
     pack_halves,
-    shuffle,
     shuffle_xor,
-    store_shared,
     store_words4,
-    synchronize_warp,
     transpose_matrix,
 )
 
+# Pairs of bfloat16: both halves of a number times 1, 1/2048 or -1/2048; and 1 beside 0.
+PICK = tl.constexpr(0x3F803F80)
+PICK_PIXELS = tl.constexpr(0x3A003A00)
+PICK_MINUS_PIXELS = tl.constexpr(0xBA00BA00 - (1 << 32))
+ONE = tl.constexpr(0x3F80)
+
 
 @triton.jit
-def shared_address(window, pixel, lane):
-    """Returns where column `lane` of row `pixel` of W stands."""
-    return window + pixel * 64 + (((lane >> 3) ^ ((pixel >> 1) & 3)) << 4) + (lane & 7) * 2
+def split_float(x):
+    """Returns a float32 as two bfloat16, its first 8 bits and what is left of it: 16 bits of it in all."""
+    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return pack_halves(high, x - high, tl.bfloat16)
 
 
 @triton.jit
-def spread_record(word0, word1, counts, window, lane, dtype: tl.constexpr):
-    """Returns the weights of a record as pairs (left, right), addresses of its upper pixels, and which lie inside."""
-    attention = word0.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    x = (word0 >> 16) & 0xFFFF
-    y = word1 & 0x7FFF
-    column = x // RECORD_SCALE - 1
-    row = y // RECORD_SCALE - 1
-    fraction_x = (x & (RECORD_SCALE - 1)).to(tl.float32) * (1.0 / RECORD_SCALE)
-    lower = attention * ((y & (RECORD_SCALE - 1)).to(tl.float32) * (1.0 / RECORD_SCALE))
-    upper = attention - lower
-    upper_right = upper * fraction_x
-    lower_right = lower * fraction_x
-    upper_pair = pack_halves(upper - upper_right, upper_right, dtype)
-    lower_pair = pack_halves(lower - lower_right, lower_right, dtype)
-    pixel = row * WINDOW_W + column
-    left_inside = (column >= 0) & counts
-    right_inside = (column < WINDOW_W - 1) & counts
-    addresses = (shared_address(window, pixel, lane), shared_address(window, pixel + 1, lane))
-    inside = (
-        left_inside & (row >= 0),
-        right_inside & (row >= 0),
-        left_inside & (row < WINDOW_H - 1),
-        right_inside & (row < WINDOW_H - 1),
+def load_record(records, index, size, nothing):
+    """Returns the two words of a record, or those of `nothing` beyond the end of the bucket."""
+    record = tl.load(records + index, mask=index < size, other=nothing)
+    return record.to(tl.int32), (record >> 32).to(tl.int32)
+
+
+@triton.jit
+def weigh_records(words, g, t, dtype: tl.constexpr):
+    """Returns what the lane holds of W for eight records: pairs (record 2t, record 2t + 1) of pixel g of rows 0 .. 3.
+
+    Record lanes know x, and the weight of row t. Either is split into two bfloat16, so that it takes two rows (2t and
+    2t + 1) of an 8 x 8 matrix whose columns are the records. Products with matrices that pick two rows and add them up
+    spread them over the warp without loss, in float32. The weight of column g is the lesser of two lines, x - g rising
+    to 1 and g + 2 - x falling from there, or 0; a row of ones among those of x gives the lines their constants.
+    """
+    attention = words[0].to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    y = (words[1] & 0x7FFF).to(tl.float32)
+    distance = tl.fma(y, 1.0 / RECORD_SCALE, -1.0 - t.to(tl.float32))
+    row_weight = split_float(attention * tl.maximum(1 - tl.abs(distance), 0.0))
+    x = split_float(((words[0] >> 16) & 0xFFFF).to(tl.float32))
+    x = tl.where(t == 0, x, ONE)
+
+    zero = g * 0.0
+    row0 = tl.where(t == 0, PICK, 0)
+    row1 = tl.where(t == 1, PICK, 0)
+    row2 = tl.where(t == 2, PICK, 0)
+    row3 = tl.where(t == 3, PICK, 0)
+    first0, second0, first1, second1 = multiply_short_matrices(row0, row1, row_weight, zero, zero, zero, zero)
+    first2, second2, first3, second3 = multiply_short_matrices(row2, row3, row_weight, zero, zero, zero, zero)
+    column = g.to(tl.float32)
+    falling = tl.where(t == 0, PICK_MINUS_PIXELS, tl.where(t == 1, pack_halves(column + 2, zero, tl.bfloat16), 0))
+    rising = tl.where(t == 0, PICK_PIXELS, tl.where(t == 1, pack_halves(-column, zero, tl.bfloat16), 0))
+    fall0, fall1, rise0, rise1 = multiply_short_matrices(falling, rising, x, zero, zero, zero, zero)
+    first = tl.maximum(tl.minimum(fall0, rise0), 0.0)
+    second = tl.maximum(tl.minimum(fall1, rise1), 0.0)
+    return (
+        pack_halves(first0 * first, second0 * second, dtype),
+        pack_halves(first1 * first, second1 * second, dtype),
+        pack_halves(first2 * first, second2 * second, dtype),
+        pack_halves(first3 * first, second3 * second, dtype),
     )
-    return (upper_pair, lower_pair), addresses, inside
-
-
-@triton.jit
-def store_weights(pairs, addresses, inside):
-    """Puts the four weights of each lane into its column of W; a row of the window is 8 * 64 bytes further."""
-    store_shared(addresses[0], pairs[0], inside[0])
-    store_shared(addresses[1], pairs[0] >> 16, inside[1])
-    store_shared(addresses[0] + 512, pairs[1], inside[2])
-    store_shared(addresses[1] + 512, pairs[1] >> 16, inside[3])
 
 
 @triton.jit
@@ -94,15 +105,27 @@ def transpose_rows(rows):
 
 
 @triton.jit
-def multiply_block(weights, b_upper, b_lower, sums, dtype: tl.constexpr):
+def multiply_block(a0, a1, a2, a3, b_upper, b_lower, sums, dtype: tl.constexpr):
     """Adds 16 records to 16 pixels: one A operand of W times four B operands (n-blocks of 8 channels)."""
-    a0, a1, a2, a3 = weights
     s0, s1, s2, s3 = sums
     return (
         multiply_matrices(a0, a1, a2, a3, b_upper[0], b_lower[0], s0[0], s0[1], s0[2], s0[3], dtype),
         multiply_matrices(a0, a1, a2, a3, b_upper[1], b_lower[1], s1[0], s1[1], s1[2], s1[3], dtype),
         multiply_matrices(a0, a1, a2, a3, b_upper[2], b_lower[2], s2[0], s2[1], s2[2], s2[3], dtype),
         multiply_matrices(a0, a1, a2, a3, b_upper[3], b_lower[3], s3[0], s3[1], s3[2], s3[3], dtype),
+    )
+
+
+@triton.jit
+def add_records(words0, words1, gradient0, gradient1, upper_sums, lower_sums, g, t, dtype: tl.constexpr):
+    """Adds twice eight records to the upper and the lower two rows of the window."""
+    w0, w1, w2, w3 = weigh_records(words0, g, t, dtype)
+    v0, v1, v2, v3 = weigh_records(words1, g, t, dtype)
+    b_upper = transpose_rows(gradient0)
+    b_lower = transpose_rows(gradient1)
+    return (
+        multiply_block(w0, w1, v0, v1, b_upper, b_lower, upper_sums, dtype),
+        multiply_block(w2, w3, v2, v3, b_upper, b_lower, lower_sums, dtype),
     )
 
 
@@ -181,46 +204,39 @@ def reduce_kernel(
         window_row = windows + bucket % num_buckets * 4
         columns = tl.load(window_row + 2)
         rows = tl.load(window_row + 3)
-        last = tl.maximum(size - 1, 0)
-        # An empty bucket of the last item may start at the very end: it reads the record before, and ignores it.
-        bucket_records = records + (plane * capacity + tl.minimum(start, capacity - 1)) * 2
+        bucket_records = (records + (plane * capacity + start) * 2).to(tl.pointer_type(tl.int64), bitcast=True)
         gradient_rows = grad_output + (item * num_queries * M + head) * D + channel + t * 8
-
-        window = allocate_window(lane)
-        for pixel_row in tl.static_range(WINDOW_H):
-            clear_shared(window + pixel_row * 512 + lane * 16)
-        # ldmatrix: lane i addresses row i & 15 of a 16 x 16 block, and its left (i < 16) or right half.
-        block_row = lane & 15
-        swizzle = (block_row >> 1) & 3
-        early = window + block_row * 64 + (((lane >> 4) ^ swizzle) << 4)
-        late = window + block_row * 64 + (((lane >> 4) + 2) ^ swizzle) * 16
 
         zero = lane * 0.0
         none = (zero, zero, zero, zero)
         upper_sums = (none, none, none, none)
         lower_sums = (none, none, none, none)
-        words = load_words2(bucket_records + tl.minimum(lane, last) * 2)
+        # What weighs nothing has its gradient from the bucket too: a row that is not finite must not leave its windows.
+        nothing = tl.load(bucket_records, mask=size > 0, other=0) & -65536
+        words0 = load_record(bucket_records, g, size, nothing)
+        words1 = load_record(bucket_records, g + 8, size, nothing)
+        words2 = load_record(bucket_records, g + 16, size, nothing)
+        words3 = load_record(bucket_records, g + 24, size, nothing)
         for first in range(0, size, 32):
-            counts = first + lane < size
-            row_offset = ((words[1] >> 15) & 0x1FFFF) * (M * D)
-            gradient0 = load_words4(gradient_rows + shuffle(row_offset, g))
-            gradient1 = load_words4(gradient_rows + shuffle(row_offset, g + 8))
-            gradient2 = load_words4(gradient_rows + shuffle(row_offset, g + 16))
-            gradient3 = load_words4(gradient_rows + shuffle(row_offset, g + 24))
-            pairs, addresses, inside = spread_record(words[0], words[1], counts, window, lane, dtype)
-            words = load_words2(bucket_records + tl.minimum(first + 32 + lane, last) * 2)
-            store_weights(pairs, addresses, inside)
-            synchronize_warp(lane)
-            b_upper = transpose_rows(gradient0)
-            b_lower = transpose_rows(gradient1)
-            upper_sums = multiply_block(load_matrices(early), b_upper, b_lower, upper_sums, dtype)
-            lower_sums = multiply_block(load_matrices(early + 1024), b_upper, b_lower, lower_sums, dtype)
-            b_upper = transpose_rows(gradient2)
-            b_lower = transpose_rows(gradient3)
-            upper_sums = multiply_block(load_matrices(late), b_upper, b_lower, upper_sums, dtype)
-            lower_sums = multiply_block(load_matrices(late + 1024), b_upper, b_lower, lower_sums, dtype)
-            synchronize_warp(lane)
-            store_weights((lane * 0, lane * 0), addresses, inside)
+            gradient0 = load_words4(gradient_rows + ((words0[1] >> 15) & 0x1FFFF) * (M * D))
+            gradient1 = load_words4(gradient_rows + ((words1[1] >> 15) & 0x1FFFF) * (M * D))
+            gradient2 = load_words4(gradient_rows + ((words2[1] >> 15) & 0x1FFFF) * (M * D))
+            gradient3 = load_words4(gradient_rows + ((words3[1] >> 15) & 0x1FFFF) * (M * D))
+            record = first + 32 + g
+            next0 = load_record(bucket_records, record, size, nothing)
+            next1 = load_record(bucket_records, record + 8, size, nothing)
+            next2 = load_record(bucket_records, record + 16, size, nothing)
+            next3 = load_record(bucket_records, record + 24, size, nothing)
+            upper_sums, lower_sums = add_records(
+                words0, words1, gradient0, gradient1, upper_sums, lower_sums, g, t, dtype
+            )
+            upper_sums, lower_sums = add_records(
+                words2, words3, gradient2, gradient3, upper_sums, lower_sums, g, t, dtype
+            )
+            words0 = next0
+            words1 = next1
+            words2 = next2
+            words3 = next3
 
         on_odd = (t & 1) != 0
         lane_channel = channel + (t >> 1) * 16 + (t & 1) * 4

@@ -131,7 +131,8 @@ def test_gathers_are_sixteen_wide_loads_and_dot_products_are_on_tensor_cores(rep
             assert count(kernel, "SHFL") == (31 if re.search(" [24] ", name) else 23), name
             assert count(kernel, "BAR") == 0, name
         if name.startswith("reduce"):
-            assert (gathers, count(kernel, "MOVM"), count(kernel, "HMMA")) == (4, 16, 16), name
+            assert (gathers, count(kernel, "MOVM"), count(kernel, "HMMA")) == (4, 16, 28), name
+            assert count(kernel, "LDS") + count(kernel, "STS") == 0, name
 
 
 def test_loads_of_the_backward_leave_before_their_first_use(report: dict[str, dict]) -> None:
