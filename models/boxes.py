@@ -47,37 +47,36 @@ def box_iou(boxes_xyxy: Tensor, others_xyxy: Tensor) -> Tensor:
     return intersection / union
 
 
-def generalized_box_iou(boxes_xyxy: Tensor, others_xyxy: Tensor) -> Tensor:
+def generalized_box_iou(boxes_cxcywh: Tensor, others_cxcywh: Tensor) -> Tensor:
     """Generalised IoU of corresponding boxes; the leading dimensions broadcast.
 
     giou = iou - (area(hull) - union) / area(hull), hull = the smallest box around both (arXiv 1902.09630, algorithm 1).
 
     Args:
-        boxes_xyxy: float [..., 4].
-        others_xyxy: float [..., 4].
+        boxes_cxcywh: float [..., 4].
+        others_cxcywh: float [..., 4].
 
     Returns:
         float32 [...], in -1..1.
 
     Notes:
-        Boxes with negative size are not checked, since a check would synchronise with the device.
+        On each axis the overlap is min(s, s', (s + s') / 2 - |c - c'|) for centres c and sizes s, and the hull measures
+        s + s' - overlap, where a gap between the boxes is a negative overlap: half the kernels of corners. Boxes with
+        negative size are not checked, since a check would synchronise with the device.
     """
-    boxes_xyxy, others_xyxy = boxes_xyxy.float(), others_xyxy.float()
-    intersection, union = _intersection_and_union(boxes_xyxy, others_xyxy)
-    hull_start = torch.minimum(boxes_xyxy[..., :2], others_xyxy[..., :2])
-    hull_end = torch.maximum(boxes_xyxy[..., 2:], others_xyxy[..., 2:])
-    hull = _area(hull_end - hull_start).clamp(min=MIN_AREA)
+    center, size = boxes_cxcywh.float().split(2, dim=-1)
+    other_center, other_size = others_cxcywh.float().split(2, dim=-1)
+    total = size + other_size
+    overlap = torch.minimum(total / 2 - (center - other_center).abs(), torch.minimum(size, other_size))
+    intersection = _area(overlap)
+    union = (_area(size) + _area(other_size) - intersection).clamp(min=MIN_AREA)
+    hull = _area(total - overlap).clamp(min=MIN_AREA)
     return intersection / union - (hull - union) / hull
 
 
 def pairwise_box_iou(boxes_xyxy: Tensor, others_xyxy: Tensor) -> Tensor:
     """IoU of every box with every other box, [..., Q, 4] x [..., T, 4] -> float32 [..., Q, T]."""
     return box_iou(boxes_xyxy.unsqueeze(-2), others_xyxy.unsqueeze(-3))
-
-
-def pairwise_generalized_box_iou(boxes_xyxy: Tensor, others_xyxy: Tensor) -> Tensor:
-    """Generalised IoU of every box with every other box, [..., Q, 4] x [..., T, 4] -> float32 [..., Q, T]."""
-    return generalized_box_iou(boxes_xyxy.unsqueeze(-2), others_xyxy.unsqueeze(-3))
 
 
 def inverse_sigmoid(probability: Tensor, eps: float) -> Tensor:

@@ -1,7 +1,8 @@
 """The training loss: focal, L1 and GIoU over every decoder layer, the encoder's proposals and denoising queries."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,36 @@ class Losses:
 
     total: Tensor
     terms: dict[str, Tensor]
+
+
+class _Part(NamedTuple):
+    """Predictions that have losses, by layer.
+
+    Attributes:
+        suffixes: of the names of each layer's terms.
+        logits: float [n, B, Q, num_classes].
+        boxes_cxcywh: float [n, B, Q, 4].
+        labels: int64 [T_total], classes of the targets.
+        matches: the matches of these n layers.
+        num_groups: how often each target is matched; each of its losses counts 1 / num_groups.
+    """
+
+    suffixes: tuple[str, ...]
+    logits: Tensor
+    boxes_cxcywh: Tensor
+    labels: Tensor
+    matches: Matches
+    num_groups: int
+
+    def matched_boxes(self) -> Tensor:
+        """Returns the boxes with a target, layer by layer, float32 [n * R, 4]."""
+        return self.boxes_cxcywh.float()[self.matches.layer, self.matches.batch, self.matches.query].flatten(0, 1)
+
+    def sum_layers(self, losses: Tensor) -> Tensor:
+        """Sums losses [k, n * anything] by layer, [k, n]."""
+        layers = len(self.suffixes)
+        sums = losses.view(len(losses), layers, losses.shape[1] // layers).sum(2)
+        return sums if self.num_groups == 1 else sums / self.num_groups
 
 
 class Criterion(nn.Module):
@@ -73,64 +104,64 @@ class Criterion(nn.Module):
         Notes:
             Float32 under any autocast; synchronises with the device only in the matcher.
         """
-        matches, proposal_matches = self.matcher(output, targets)
         count = torch.full((), sum(targets.counts), dtype=torch.float32, device=output.logits.device)
         num_targets = mean_over_ranks(count).clamp(min=1)
+        parts = self._parts(output, targets)
         with torch.autocast(output.logits.device.type, enabled=False):
-            losses = self._losses(output.logits, output.boxes_cxcywh, targets.labels, targets, matches)
-            layer_suffixes = [f"_{index}" for index in range(len(output.logits) - 1)] + [""]
-            suffixes = list(layer_suffixes)
-            if output.proposals is not None and proposal_matches is not None:
-                proposals = output.proposals
-                classes = proposals.classes_of(targets.labels)
-                encoder_losses = self._losses(
-                    proposals.logits[None], proposals.boxes_cxcywh[None], classes, targets, proposal_matches
-                )
-                losses = {name: torch.cat((losses[name], encoder_losses[name])) for name in LOSS_NAMES}
-                suffixes.append("_enc")
-            if output.denoising is not None:
-                denoising_losses = self._denoising_losses(output.denoising, targets)
-                losses = {name: torch.cat((losses[name], denoising_losses[name])) for name in LOSS_NAMES}
-                suffixes += [f"_dn{suffix}" for suffix in layer_suffixes]
-            losses = {name: loss / num_targets for name, loss in losses.items()}
-            total = torch.stack([self.loss_weights[name] * losses[name].sum() for name in LOSS_NAMES]).sum()
-        terms = {
-            name + suffix: value
-            for name in LOSS_NAMES
-            for suffix, value in zip(suffixes, losses[name].detach(), strict=True)
-        }
-        return Losses(total, terms)
+            losses = torch.cat((self._class_losses(parts), self._box_losses(parts, targets))) / num_targets
+            sums = losses.sum(1).unbind()
+            total = torch.stack([self.loss_weights[name] * part for name, part in zip(LOSS_NAMES, sums, strict=True)])
+        suffixes = [suffix for part in parts for suffix in part.suffixes]
+        names = [name + suffix for name in LOSS_NAMES for suffix in suffixes]
+        return Losses(total.sum(), dict(zip(names, losses.detach().flatten().unbind(), strict=True)))
 
-    def _denoising_losses(self, denoising: DenoisingOutput, targets: Targets) -> dict[str, Tensor]:
-        """Returns each loss of the denoising queries, summed over images and queries, a group's mean, float32 [n]."""
-        num_layers = len(denoising.logits)
-        layer = torch.arange(num_layers, device=denoising.batch.device).unsqueeze(1).expand(-1, len(denoising.batch))
-        known = (denoising.batch, denoising.query, denoising.target)
-        matches = Matches(layer, *(index.expand(num_layers, -1) for index in known))
-        losses = self._losses(denoising.logits, denoising.boxes_cxcywh, targets.labels, targets, matches)
-        return {name: loss / denoising.num_groups for name, loss in losses.items()}
+    def _parts(self, output: DetectorOutput, targets: Targets) -> list[_Part]:
+        """Matches what has to be matched; returns the decoder layers, the proposals and the denoising queries."""
+        matches, proposal_matches = self.matcher(output, targets)
+        suffixes = (*(f"_{index}" for index in range(len(output.logits) - 1)), "")
+        parts = [_Part(suffixes, output.logits, output.boxes_cxcywh, targets.labels, matches, 1)]
+        if output.proposals is not None and proposal_matches is not None:
+            proposals = output.proposals
+            classes = proposals.classes_of(targets.labels)
+            parts.append(
+                _Part(("_enc",), proposals.logits[None], proposals.boxes_cxcywh[None], classes, proposal_matches, 1)
+            )
+        if output.denoising is not None:
+            known = output.denoising
+            names = tuple(f"_dn{suffix}" for suffix in suffixes)
+            parts.append(
+                _Part(names, known.logits, known.boxes_cxcywh, targets.labels, _known_matches(known), known.num_groups)
+            )
+        return parts
 
-    def _losses(
-        self, logits: Tensor, boxes_cxcywh: Tensor, labels: Tensor, targets: Targets, matches: Matches
-    ) -> dict[str, Tensor]:
-        """Returns each loss summed over images and queries, float32 [n].
-
-        Args:
-            logits: float [n, B, Q, num_classes].
-            boxes_cxcywh: float [n, B, Q, 4].
-            labels: int64 [T_total], classes of the targets.
-            targets: boxes of the targets.
-            matches: the matches of these n layers.
-        """
-        logits, boxes_cxcywh = logits.float(), boxes_cxcywh.float()
-        matched = (matches.layer, matches.batch, matches.query)
+    def _class_losses(self, parts: Sequence[_Part]) -> Tensor:
+        """Returns the focal loss of every layer of all parts, summed over images and queries, float32 [1, n]."""
+        logits = torch.cat([part.logits.float().flatten() for part in parts])
         class_targets = torch.zeros_like(logits)
-        # Assigning the number 1.0 by index would copy it to the device and wait.
-        class_targets.index_put_((*matched, labels[matches.target]), class_targets.new_ones(()))
+        one = class_targets.new_ones(())  # assigning the number 1.0 by index would copy it to the device and wait
+        sizes = [part.logits.numel() for part in parts]
+        for part, flat in zip(parts, class_targets.split(sizes), strict=True):
+            places = (part.matches.layer, part.matches.batch, part.matches.query, part.labels[part.matches.target])
+            flat.view(part.logits.shape).index_put_(places, one)
         focal = sigmoid_focal_loss(logits, class_targets, self.focal_alpha, self.focal_gamma)
-        matched_boxes, target_boxes = boxes_cxcywh[matched], targets.boxes_cxcywh[matches.target]
-        return {
-            "loss_ce": focal.sum((1, 2, 3)),
-            "loss_bbox": box_l1_loss(matched_boxes, target_boxes).sum(1),
-            "loss_giou": box_giou_loss(matched_boxes, target_boxes).sum(1),
-        }
+        return torch.cat(
+            [part.sum_layers(flat[None]) for part, flat in zip(parts, focal.split(sizes), strict=True)], dim=1
+        )
+
+    def _box_losses(self, parts: Sequence[_Part], targets: Targets) -> Tensor:
+        """Returns L1 and GIoU loss of every layer of all parts, summed over the matches, float32 [2, n]."""
+        boxes = torch.cat([part.matched_boxes() for part in parts])
+        target_boxes = targets.boxes_cxcywh[torch.cat([part.matches.target.flatten() for part in parts])]
+        losses = torch.stack((box_l1_loss(boxes, target_boxes), box_giou_loss(boxes, target_boxes)))
+        sizes = [part.matches.target.numel() for part in parts]
+        return torch.cat(
+            [part.sum_layers(flat) for part, flat in zip(parts, losses.split(sizes, dim=1), strict=True)], dim=1
+        )
+
+
+def _known_matches(denoising: DenoisingOutput) -> Matches:
+    """Returns the matches of the denoising queries, the same in every layer."""
+    num_layers = len(denoising.logits)
+    layer = torch.arange(num_layers, device=denoising.batch.device).unsqueeze(1).expand(-1, len(denoising.batch))
+    known = (denoising.batch, denoising.query, denoising.target)
+    return Matches(layer, *(index.expand(num_layers, -1) for index in known))

@@ -2,15 +2,16 @@
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.functional import softplus
 
-from models.boxes import cxcywh_to_xyxy, generalized_box_iou
+from models.boxes import generalized_box_iou
 
 
 def sigmoid_focal_loss(logits: Tensor, targets: Tensor, alpha: float, gamma: float) -> Tensor:
     """Focal loss of independent classes.
 
-    FL = -alpha_t (1 - p_t)^gamma log(p_t), p_t = p for targets of 1 and 1 - p for 0 (arXiv 1708.02002, eq. 5).
+    FL = -alpha_t (1 - p_t)^gamma log(p_t), p_t = p for targets of 1 and 1 - p for 0 (arXiv 1708.02002, eq. 5). With z
+    the logit that speaks against the target, 1 - p_t = sigmoid(z) and -log(p_t) = softplus(z).
 
     Args:
         logits: float32, any shape.
@@ -21,11 +22,9 @@ def sigmoid_focal_loss(logits: Tensor, targets: Tensor, alpha: float, gamma: flo
     Returns:
         float32 of the same shape.
     """
-    probability = logits.sigmoid()
-    cross_entropy = binary_cross_entropy_with_logits(logits, targets, reduction="none")
-    p_t = probability * targets + (1 - probability) * (1 - targets)
-    alpha_t = alpha * targets + (1 - alpha) * (1 - targets)
-    return alpha_t * (1 - p_t) ** gamma * cross_entropy
+    against = logits * torch.rsub(targets, 1, alpha=2)
+    alpha_t = targets * (2 * alpha - 1) + (1 - alpha)
+    return alpha_t * (against.sigmoid() ** gamma * softplus(against))
 
 
 def box_l1_loss(boxes_cxcywh: Tensor, targets_cxcywh: Tensor) -> Tensor:
@@ -35,7 +34,7 @@ def box_l1_loss(boxes_cxcywh: Tensor, targets_cxcywh: Tensor) -> Tensor:
 
 def box_giou_loss(boxes_cxcywh: Tensor, targets_cxcywh: Tensor) -> Tensor:
     """1 - GIoU of corresponding boxes, float32 [..., 4] x [..., 4] -> [...], in 0..2 (arXiv 1902.09630)."""
-    return 1 - generalized_box_iou(cxcywh_to_xyxy(boxes_cxcywh), cxcywh_to_xyxy(targets_cxcywh))
+    return 1 - generalized_box_iou(boxes_cxcywh, targets_cxcywh)
 
 
 def focal_matching_cost(logits: Tensor, alpha: float, gamma: float) -> Tensor:

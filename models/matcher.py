@@ -3,18 +3,20 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
-from models.boxes import cxcywh_to_xyxy, pairwise_generalized_box_iou
+from models.boxes import generalized_box_iou
 from models.losses import focal_matching_cost
 from models.structures import DetectorOutput, Targets
 
 NON_FINITE_COST = 1e8
+# Sets of more queries leave the device as the cheapest few of each target; smaller ones are solved sooner than sorted.
+MAX_DENSE_QUERIES = 1024
 
 
 @dataclass(frozen=True)
@@ -80,19 +82,26 @@ class HungarianMatcher(nn.Module):
             Float32 under any autocast. One copy from the device, of all costs, and one back to it. A cost that is not
             finite counts as 1e8, with a warning that names the layer and the image of each.
         """
-        labels = pad_sequence(targets.labels.split(targets.counts), batch_first=True)
-        boxes = pad_sequence(targets.boxes_cxcywh.split(targets.counts), batch_first=True)
+        slots = _target_slots(targets.counts).to(targets.labels.device, non_blocking=True)
+        labels, boxes = targets.labels[slots], targets.boxes_cxcywh[slots]
+        sets = [("decoder layer {}", output.logits, output.boxes_cxcywh, labels)]
+        if output.proposals is not None:
+            proposals = output.proposals
+            classes = proposals.classes_of(labels)
+            sets.append(("the encoder's proposals", proposals.logits[None], proposals.boxes_cxcywh[None], classes))
         with torch.autocast(boxes.device.type, enabled=False):
-            costs = [self._costs(output.logits, output.boxes_cxcywh, labels, boxes)]
-            if output.proposals is not None:
-                proposals = output.proposals
-                classes = proposals.classes_of(labels)
-                costs.append(self._costs(proposals.logits[None], proposals.boxes_cxcywh[None], classes, boxes))
-        names = [[f"decoder layer {index}" for index in range(len(output.logits))], ["the encoder's proposals"]]
-        solved = [
-            _solve(cost, targets.counts, layer_names)
-            for cost, layer_names in zip(_copy_to_host(costs), names[: len(costs)], strict=True)
-        ]
+            costs = [self._costs(logits, queries, classes, boxes) for _, logits, queries, classes in sets]
+            candidates = [_cheapest(cost) if cost.shape[2] > MAX_DENSE_QUERIES else (cost,) for cost in costs]
+        on_host = iter(_copy_to_host([tensor for tensors in candidates for tensor in tensors]))
+        solved, non_finite = [], []
+        for (name, logits, *_), tensors in zip(sets, candidates, strict=True):
+            found, failed = _solve(
+                *(next(on_host) for _ in tensors), counts=targets.counts, num_queries=logits.shape[2]
+            )
+            solved.append(found)
+            non_finite += [f"{name.format(layer)}, image {image}" for layer, image in failed]
+        if non_finite:
+            warnings.warn(f"matching costs are not finite for {'; '.join(non_finite)}: training diverges", stacklevel=2)
         matches = _copy_to_device(solved, boxes.device)
         return matches[0], matches[1] if output.proposals is not None else None
 
@@ -108,36 +117,81 @@ class HungarianMatcher(nn.Module):
         index = labels[None, :, None, :].expand(*logits.shape[:3], -1)
         cost_class = focal_matching_cost(logits.float().gather(-1, index), self.focal_alpha, self.focal_gamma)
         cost_bbox = (boxes.float().unsqueeze(-2) - target_boxes.unsqueeze(-3)).abs().sum(-1)
-        giou = pairwise_generalized_box_iou(cxcywh_to_xyxy(boxes), cxcywh_to_xyxy(target_boxes))
+        giou = generalized_box_iou(boxes.unsqueeze(-2), target_boxes.unsqueeze(-3))
         return self.cost_bbox * cost_bbox + self.cost_class * cost_class - self.cost_giou * giou
 
 
-def _copy_to_host(costs: Sequence[Tensor]) -> list[np.ndarray]:
-    flat = torch.cat([cost.flatten() for cost in costs]).cpu()
-    parts = flat.split([cost.numel() for cost in costs])
-    return [part.view(cost.shape).numpy() for part, cost in zip(parts, costs, strict=True)]
+def _target_slots(counts: tuple[int, ...]) -> Tensor:
+    """Returns int64 [B, T], the targets of each image, padded to the largest count with any target of the batch."""
+    starts = np.cumsum((0, *counts))[:-1, None]
+    return torch.from_numpy(np.minimum(starts + np.arange(max(counts)), max(0, sum(counts) - 1)))
 
 
-def _solve(costs: np.ndarray, counts: tuple[int, ...], layer_names: Sequence[str]) -> np.ndarray:
-    """Solves the assignments of costs [n, B, Q, T]; returns int64 [4, n, R], the rows of `Matches`."""
-    starts = np.cumsum((0, *counts))
-    non_finite: list[str] = []
-    layers = []
-    for layer, layer_costs in enumerate(costs):
-        pairs = [np.empty((4, 0), dtype=np.int64)]
-        for image, count in enumerate(counts):
-            cost = layer_costs[image, :, :count]
-            if not np.isfinite(cost).all():
-                non_finite.append(f"{layer_names[layer]}, image {image}")
-                cost = np.where(np.isfinite(cost), cost, NON_FINITE_COST)
+def _cheapest(costs: Tensor) -> tuple[Tensor, Tensor]:
+    """Keeps the T cheapest queries of each target.
+
+    They hold a best assignment: a target with another query could change to one of its T cheapest that no other target
+    has, and would not lose by it.
+
+    Args:
+        costs: float32 [n, B, Q, T].
+
+    Returns:
+        Costs float32 [n, B, T, k], k = min(Q, T), and their queries as float32, exact below 2^24.
+    """
+    values, queries = costs.transpose(2, 3).topk(min(costs.shape[2:]), dim=3, largest=False)
+    return values, queries.float()
+
+
+def _copy_to_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
+    flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape).numpy() for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _solve(
+    costs: np.ndarray, queries: np.ndarray | None = None, *, counts: tuple[int, ...], num_queries: int
+) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """Solves the assignments of all layers and images.
+
+    Args:
+        costs: [n, B, Q, T] of all queries, or [n, B, T, k] of those in `queries`.
+        queries: [n, B, T, k] the cheapest queries of each target; None for all queries.
+        counts: number of targets of each image.
+        num_queries: number Q of queries.
+
+    Returns:
+        int64 [4, n, R], the rows of `Matches`; and the layers and images of costs that are not finite.
+    """
+    sizes = [min(count, num_queries) for count in counts]
+    starts, ends = np.cumsum((0, *counts)), np.cumsum((0, *sizes))
+    matches = np.empty((4, len(costs), ends[-1]), dtype=np.int64)
+    matches[0] = np.arange(len(costs))[:, None]
+    matches[1] = np.repeat(np.arange(len(counts)), sizes)
+    failed = []
+    for layer, image in product(range(len(costs)), range(len(counts))):
+        mine, count = slice(ends[image], ends[image + 1]), counts[image]
+        cost = costs[layer, image, :, :count] if queries is None else costs[layer, image, :count]
+        finite = np.isfinite(cost)
+        if not finite.all():
+            failed.append((layer, image))
+            cost = np.where(finite, cost, NON_FINITE_COST)
+        if queries is None:
             query, target = linear_sum_assignment(cost)
-            pairs.append(
-                np.stack((np.full_like(query, layer), np.full_like(query, image), query, target + starts[image]))
-            )
-        layers.append(np.concatenate(pairs, axis=1))
-    if non_finite:
-        warnings.warn(f"matching costs are not finite for {'; '.join(non_finite)}: training diverges", stacklevel=3)
-    return np.stack(layers, axis=1)
+        else:
+            query, target = _assign_candidates(cost, queries[layer, image, :count])
+        matches[2, layer, mine] = query
+        matches[3, layer, mine] = target + starts[image]
+    return matches, failed
+
+
+def _assign_candidates(costs: np.ndarray, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Assigns targets to their candidates, given costs and queries [T, k]; returns queries in order, and targets."""
+    candidates, columns = np.unique(queries, return_inverse=True)
+    table = np.full((len(candidates), len(costs)), np.inf)
+    table[columns.reshape(costs.shape), np.arange(len(costs))[:, None]] = costs
+    rows, targets = linear_sum_assignment(table)
+    return candidates[rows].astype(np.int64), targets
 
 
 def _copy_to_device(solved: Sequence[np.ndarray], device: torch.device) -> list[Matches]:

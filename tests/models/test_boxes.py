@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torchvision
 
 from models.boxes import (
     box_iou,
@@ -7,7 +8,6 @@ from models.boxes import (
     generalized_box_iou,
     inverse_sigmoid,
     pairwise_box_iou,
-    pairwise_generalized_box_iou,
     xyxy_to_cxcywh,
 )
 
@@ -31,24 +31,31 @@ def test_formats_round_trip() -> None:
 def test_iou_and_giou_by_hand() -> None:
     first, second = torch.tensor([0.0, 0.0, 2.0, 2.0]), torch.tensor([1.0, 1.0, 3.0, 2.0])
     assert box_iou(first, second).item() == pytest.approx(1 / 5)
-    assert generalized_box_iou(first, second).item() == pytest.approx(1 / 5 - 1 / 6)
+    giou = generalized_box_iou(xyxy_to_cxcywh(first), xyxy_to_cxcywh(second))
+    assert giou.item() == pytest.approx(1 / 5 - 1 / 6)
 
 
 def test_giou_of_distant_boxes_is_negative() -> None:
     first, second = torch.tensor([0.0, 0.0, 1.0, 1.0]), torch.tensor([3.0, 0.0, 4.0, 1.0])
     assert box_iou(first, second).item() == 0
-    assert generalized_box_iou(first, second).item() == pytest.approx(-0.5)
+    assert generalized_box_iou(xyxy_to_cxcywh(first), xyxy_to_cxcywh(second)).item() == pytest.approx(-0.5)
 
 
 def test_pairwise_is_elementwise_of_all_pairs() -> None:
     boxes, others = random_boxes_xyxy(2, 3, 5), random_boxes_xyxy(3, 4)
-    for pairwise, elementwise in (
-        (pairwise_box_iou, box_iou),
-        (pairwise_generalized_box_iou, generalized_box_iou),
-    ):
-        result = pairwise(boxes, others)
-        assert result.shape == (2, 3, 5, 4)
-        torch.testing.assert_close(result[1, 2, 3, 1], elementwise(boxes[1, 2, 3], others[2, 1]))
+    result = pairwise_box_iou(boxes, others)
+    assert result.shape == (2, 3, 5, 4)
+    torch.testing.assert_close(result[1, 2, 3, 1], box_iou(boxes[1, 2, 3], others[2, 1]))
+
+
+def test_giou_is_that_of_torchvision() -> None:
+    boxes, others = random_boxes_xyxy(3, 5).double(), random_boxes_xyxy(3, 4).double()
+    for some, more in zip(boxes, others, strict=True):
+        expected = torchvision.ops.generalized_box_iou(some, more)
+        actual = generalized_box_iou(xyxy_to_cxcywh(some).unsqueeze(1), xyxy_to_cxcywh(more))
+        torch.testing.assert_close(actual, expected.float(), atol=1e-6, rtol=0)
+        assert (expected < 0).any()
+        assert (expected > 0).any()
 
 
 def test_empty_boxes_give_finite_values_and_gradients() -> None:
@@ -61,7 +68,7 @@ def test_empty_boxes_give_finite_values_and_gradients() -> None:
 
 
 def test_half_precision_inputs_are_computed_in_float32() -> None:
-    boxes = (random_boxes_xyxy(4) * 1000).half()
+    boxes = (xyxy_to_cxcywh(random_boxes_xyxy(4)) * 1000).half()
     area = generalized_box_iou(boxes, boxes)
     assert area.dtype == torch.float32
     torch.testing.assert_close(area, torch.ones(4))

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models.boxes import cxcywh_to_xyxy, generalized_box_iou
+from models.boxes import generalized_box_iou
 from models.criterion import Criterion
 from models.matcher import HungarianMatcher
 from models.structures import DenoisingOutput, DetectorOutput, EncoderProposals, Targets
@@ -47,7 +47,7 @@ def test_terms_of_one_layer_by_plain_loops(criterion: Criterion) -> None:
         class_targets[image, query, targets.labels[target]] = 1
         box, target_box = output.boxes_cxcywh[0, image, query], targets.boxes_cxcywh[target]
         l1 += (box - target_box).abs().sum()
-        giou += 1 - generalized_box_iou(cxcywh_to_xyxy(box), cxcywh_to_xyxy(target_box))
+        giou += 1 - generalized_box_iou(box, target_box)
     p = output.logits[0].sigmoid()
     focal = -0.25 * (1 - p) ** 2 * p.log() * class_targets - 0.75 * p**2 * (1 - p).log() * (1 - class_targets)
     losses = criterion(output, targets, unchanged)
@@ -99,7 +99,7 @@ def test_denoising_losses_by_plain_loops(criterion: Criterion) -> None:
             class_targets[image, query, targets.labels[target]] = 1
             box, target_box = denoising.boxes_cxcywh[layer, image, query], targets.boxes_cxcywh[target]
             l1 += (box - target_box).abs().sum()
-            giou += 1 - generalized_box_iou(cxcywh_to_xyxy(box), cxcywh_to_xyxy(target_box))
+            giou += 1 - generalized_box_iou(box, target_box)
         p = denoising.logits[layer].sigmoid()
         focal = -0.25 * (1 - p) ** 2 * p.log() * class_targets - 0.75 * p**2 * (1 - p).log() * (1 - class_targets)
         torch.testing.assert_close(losses.terms[f"loss_ce{suffix}"], focal.sum() / (3 * 2))

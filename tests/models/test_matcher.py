@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from models import matcher
 from models.matcher import HungarianMatcher
 from models.structures import DetectorOutput, EncoderProposals, Targets
 
@@ -106,6 +107,24 @@ def test_copies_once_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: pytest.fail("the matcher waits for the device"))
     build()(make_output(with_proposals=True), make_targets(2, 3))
     assert copies == [(NUM_LAYERS * 2 * NUM_QUERIES * 3 + 2 * 9 * 3,)]
+
+
+@pytest.mark.parametrize("counts", [(5, 0), (3, 7), (0, 0), (12, 1)])
+def test_the_cheapest_queries_of_each_target_hold_the_best_assignment(
+    counts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, targets = make_output(with_proposals=True), make_targets(*counts)
+    copied = []
+    original = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: (copied.append(tensor.numel()), original(tensor))[1])
+    (dense, dense_proposals), (few, few_proposals) = (
+        (monkeypatch.setattr(matcher, "MAX_DENSE_QUERIES", limit), build()(output, targets))[1] for limit in (1024, 1)
+    )
+    for expected, actual in ((dense, few), (dense_proposals, few_proposals)):
+        assert torch.equal(actual.batch, expected.batch)
+        assert torch.equal(actual.query, expected.query)
+        assert torch.equal(actual.target, expected.target)
+    assert copied[1] == sum(2 * n * 2 * max(counts) * min(max(counts), q) for n, q in ((NUM_LAYERS, 4), (1, 9)))
 
 
 def test_non_finite_costs_are_replaced_and_named_once() -> None:
