@@ -1,4 +1,4 @@
-"""Allocates outputs, picks tiles and launches the kernels.
+"""Allocates outputs, and launches the kernels that `plan` chooses: those of `hopper`, or plain ones in tiles.
 
 Points and scores stand for locations and attention weights, or, where reference points are given, for the offsets and
 logits of the fused op. What a launch consists of is a `Launch`, so that it can be looked at without being run.
@@ -13,10 +13,13 @@ from torch import Tensor
 from msda_op.locations import sampling_locations_from_offsets
 from msda_op.options import Options, Sizes, read_sizes
 from msda_op.policy import accumulator_dtype
+from msda_op.triton import hopper
 from msda_op.triton.backward import backward_kernel
 from msda_op.triton.forward import forward_kernel
+from msda_op.triton.hopper.launch import Wanted, prepare_call, run_backward
+from msda_op.triton.kernel_launch import Launch
 from msda_op.triton.launch_table import LaunchKey, choose_regime, choose_shape
-from msda_op.triton.plan import choose_kernels
+from msda_op.triton.plan import KernelPlan, choose_kernels
 from msda_op.triton.sorted_gradient import cell_kernel, gather_kernel
 
 # Elements of a [BLOCK_I, BLOCK_D] tile of `gather_kernel`, which one warp keeps in registers (16 a lane).
@@ -65,22 +68,6 @@ class Targets(NamedTuple):
     grad_reference: Tensor | None
 
 
-class Launch(NamedTuple):
-    """One launch of a kernel: programs, arguments by name, warps of a program."""
-
-    kernel: Any
-    num_programs: int
-    arguments: dict[str, Any]
-    num_warps: int
-
-    def run(self, device_of: Tensor) -> None:
-        """Launches on the device of a tensor."""
-        # PyTorch sees through a wrapped kernel when it traces; the interpreter has nothing to wrap.
-        kernel = self.kernel if triton.knobs.runtime.interpret else torch.library.wrap_triton(self.kernel)
-        with torch.cuda.device_of(device_of):
-            kernel[(self.num_programs,)](**self.arguments, num_warps=self.num_warps)
-
-
 def choose_tile(stage: Literal["forward", "backward"], value: Tensor, sizes: Sizes) -> Tile:
     """Returns the tile of a pass: all points and channels of a head, as many queries as the launch table says."""
     block_k, block_d = triton.next_power_of_2(sizes.num_points), triton.next_power_of_2(sizes.head_dim)
@@ -97,11 +84,41 @@ def _capability_of(tensor: Tensor) -> tuple[int, int] | None:
 
 def forward(inputs: Inputs, options: Options) -> Tensor:
     """Returns `[B, Q, M*D]` in the dtype of `value`; inputs of any strides (copied)."""
+    if _plan_of(inputs, options).forward == "hopper":
+        value, spatial_shapes, _, points, scores, reference_points = inputs
+        tables = _hopper_tables(inputs, options)
+        if reference_points is None:
+            return hopper.forward(value, spatial_shapes, points, scores, **tables)
+        return hopper.fused_forward(value, spatial_shapes, reference_points, points, scores, **tables)
     sizes = read_sizes(inputs.value, inputs.scores, options.value_layout)
     output = inputs.value.new_empty(sizes.batch, sizes.num_queries, sizes.num_heads * sizes.head_dim)
     if output.numel() > 0:
         forward_launch(inputs, output, options).run(output)
     return output
+
+
+def _plan_of(
+    inputs: Inputs,
+    options: Options,
+    deterministic: bool = False,
+    fp32_grad_accum: bool = True,
+    num_buffers: int = 1,
+) -> KernelPlan:
+    value = inputs.value
+    return choose_kernels(
+        read_sizes(value, inputs.scores, options.value_layout),
+        value.dtype,
+        options,
+        fused=inputs.reference_points is not None,
+        deterministic=deterministic,
+        capability=_capability_of(value),
+        fp32_grad_accum=fp32_grad_accum,
+        num_buffers=num_buffers,
+    )
+
+
+def _hopper_tables(inputs: Inputs, options: Options) -> dict[str, Any]:
+    return {"level_start_index": inputs.level_start_index, "value_layout": options.value_layout}
 
 
 def forward_launch(inputs: Inputs, output: Tensor, options: Options) -> Launch:
@@ -116,9 +133,54 @@ def backward(
     grad_output: Tensor, inputs: Inputs, options: Options, fp32_grad_accum: bool, deterministic: bool, needs: Needs
 ) -> list[Tensor]:
     """Returns the gradients asked for, in the order of `Needs`, each in its input's dtype and shape, contiguous."""
+    plan = _plan_of(inputs, options, deterministic, fp32_grad_accum)
+    if plan.backward == "hopper":
+        gradients = _backward_by_hopper(grad_output, inputs, options, plan, deterministic, needs)
+    else:
+        gradients = _backward_by_tiles(grad_output, inputs, options, plan, fp32_grad_accum, needs)
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def _backward_by_hopper(
+    grad_output: Tensor, inputs: Inputs, options: Options, plan: KernelPlan, deterministic: bool, needs: Needs
+) -> tuple[Tensor | None, ...]:
+    value, spatial_shapes, _, points, scores, reference_points = inputs
+    ways = {"deterministic": deterministic, "scatter": plan.grad_value, **_hopper_tables(inputs, options)}
+    grad_output = grad_output.to(value.dtype)
+    if reference_points is None:
+        return hopper.backward(
+            grad_output,
+            value,
+            spatial_shapes,
+            points,
+            scores,
+            compute_grad_value=needs.value,
+            compute_grad_sampling_locations=needs.points,
+            compute_grad_attention_weights=needs.scores,
+            **ways,
+        )
+    grad_value, grad_reference, grad_points, grad_scores = hopper.fused_backward(
+        grad_output,
+        value,
+        spatial_shapes,
+        reference_points,
+        points,
+        scores,
+        compute_grad_value=needs.value,
+        compute_grad_reference_points=needs.reference_points,
+        compute_grad_sampling_offsets=needs.points,
+        compute_grad_attention_logits=needs.scores,
+        **ways,
+    )
+    return grad_value, grad_points, grad_scores, grad_reference
+
+
+def _backward_by_tiles(
+    grad_output: Tensor, inputs: Inputs, options: Options, plan: KernelPlan, fp32_grad_accum: bool, needs: Needs
+) -> tuple[Tensor | None, ...]:
     value, reference_points = inputs.value, inputs.reference_points
     sizes = read_sizes(value, inputs.scores, options.value_layout)
-    in_order = _uses_sorted_gradient(inputs, options, deterministic)
+    in_order = plan.grad_value == "sorted"
     accumulator = accumulator_dtype(value.dtype, fp32_grad_accum)
     shares = (sizes.batch, sizes.num_queries, sizes.num_heads, sizes.num_levels)
     targets = Targets(
@@ -136,8 +198,7 @@ def backward(
     grad_reference = None
     if targets.grad_reference is not None and reference_points is not None:
         grad_reference = targets.grad_reference.sum(2).to(reference_points.dtype)
-    gradients = (grad_value, targets.grad_points, targets.grad_scores, grad_reference)
-    return [gradient for gradient in gradients if gradient is not None]
+    return grad_value, targets.grad_points, targets.grad_scores, grad_reference
 
 
 def accumulate_backward(
@@ -146,20 +207,19 @@ def accumulate_backward(
     """Writes the targets; sums in a fixed order go to the first buffer."""
     buffer = targets.grad_value
     assert buffer is not None, "without a buffer to add to, backward() does it"
-    if not _uses_sorted_gradient(inputs, options, deterministic):
+    num_buffers = 1 if deterministic else buffer.shape[0]
+    plan = _plan_of(inputs, options, deterministic, buffer.dtype == torch.float32, num_buffers)
+    if plan.backward == "hopper":
+        assert plan.grad_value != "sorted", "that is how tiles keep an order"
+        tables = (inputs.spatial_shapes, inputs.level_start_index)
+        call = prepare_call(inputs.value, tables, inputs.points, None, inputs.scores, options.value_layout)
+        wanted = Wanted(targets.grad_points, None, targets.grad_scores)
+        run_backward(call, grad_output.to(call.value.dtype), wanted, True, buffer[0], plan.grad_value, deterministic)
+    elif plan.grad_value == "sorted":
+        scatter(grad_output, inputs, targets._replace(grad_value=None), options)
+        buffer[0].add_(sorted_value_gradient(grad_output, inputs, buffer.dtype, options))
+    else:
         scatter(grad_output, inputs, targets, options)
-        return
-    scatter(grad_output, inputs, targets._replace(grad_value=None), options)
-    buffer[0].add_(sorted_value_gradient(grad_output, inputs, buffer.dtype, options))
-
-
-def _uses_sorted_gradient(inputs: Inputs, options: Options, deterministic: bool) -> bool:
-    value, fused = inputs.value, inputs.reference_points is not None
-    sizes = read_sizes(value, inputs.scores, options.value_layout)
-    plan = choose_kernels(
-        sizes, value.dtype, options, fused=fused, deterministic=deterministic, capability=_capability_of(value)
-    )
-    return plan.grad_value == "sorted"
 
 
 def scatter(grad_output: Tensor, inputs: Inputs, targets: Targets, options: Options) -> None:

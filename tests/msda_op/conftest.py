@@ -5,6 +5,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from msda_op.triton import launch
+from msda_op.triton.hopper import launch as hopper_launch
+from msda_op.triton.hopper.support import CAPABILITY
+
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
@@ -16,3 +20,17 @@ def poisoned_memory() -> Iterator[None]:
     assert torch.empty(1000).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def hopper_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets calls of the op take the Hopper kernels, where these support them, on the CPU too.
+
+    Triton's interpreter runs them there, which has no compute capability of its own and takes the plain kernels.
+    """
+    if torch.cuda.is_available():
+        if torch.cuda.get_device_capability() != CAPABILITY:
+            pytest.skip("made for compute capability 9.0")
+        return
+    monkeypatch.setattr(launch, "_capability_of", lambda tensor: CAPABILITY)
+    monkeypatch.setattr(hopper_launch, "_SORT_BLOCK", 32)  # a large sort takes the interpreter seconds

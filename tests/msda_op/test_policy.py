@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from msda_op.options import DEFAULT_OPTIONS, Sizes
+from msda_op.options import DEFAULT_OPTIONS, Options, Sizes
 from msda_op.policy import accumulates_in_fp32, accumulator_dtype, is_deterministic
 from msda_op.triton.plan import choose_kernels
 
@@ -36,11 +36,29 @@ def test_order_follows_pytorch_unless_asked_for() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize(("deterministic", "expected"), [(False, "atomics"), (True, "sorted")])
-def test_plan_says_what_and_why(deterministic: bool, expected: str) -> None:
-    sizes = Sizes(4, 22223, 8, 32, 22223, 4, 4)
-    plan = choose_kernels(
-        sizes, torch.bfloat16, DEFAULT_OPTIONS, fused=True, deterministic=deterministic, capability=(9, 0)
-    )
-    assert (plan.forward, plan.backward, plan.grad_value) == ("tiles", "tiles", expected)
+ENCODER = Sizes(4, 22223, 8, 32, 22223, 4, 4)
+DECODER = ENCODER._replace(num_queries=300)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ({}, ("hopper", "hopper", "records")),
+        ({"fused": True}, ("hopper", "hopper", "records")),
+        ({"sizes": DECODER}, ("hopper", "hopper", "atomics")),
+        ({"sizes": DECODER, "deterministic": True}, ("hopper", "hopper", "records")),
+        ({"sizes": DECODER, "num_buffers": 2}, ("hopper", "tiles", "atomics")),
+        ({"fp32_grad_accum": False}, ("hopper", "tiles", "atomics")),
+        ({"fp32_grad_accum": False, "deterministic": True}, ("hopper", "tiles", "sorted")),
+        ({"capability": (8, 0)}, ("tiles", "tiles", "atomics")),
+        ({"capability": None}, ("tiles", "tiles", "atomics")),
+        ({"capability": None, "deterministic": True}, ("tiles", "tiles", "sorted")),
+        ({"options": Options(align_corners=True)}, ("tiles", "tiles", "atomics")),
+    ],
+    ids=str,
+)
+def test_plan_says_what_and_why(call: dict, expected: tuple[str, str, str]) -> None:
+    training = {"sizes": ENCODER, "dtype": torch.bfloat16, "options": DEFAULT_OPTIONS}
+    plan = choose_kernels(**(training | {"fused": False, "deterministic": False, "capability": (9, 0)} | call))
+    assert (plan.forward, plan.backward, plan.grad_value) == expected
     assert plan.reason

@@ -9,20 +9,19 @@ through:
 
     bucket = first bucket of the level + (row of tile * tiles in a row + column of tile) * splits + query // 2 % splits
 
-Sizes are exact: samples are counted, the counts summed up to starts, and only then records written, so that the Q * L
-* K records of an item and head hold any distribution. The counter of a bucket has a 32-byte sector for itself, since
-adds that return to one sector wait for each other.
+Sizes of levels are known on the device alone, and so the plan is made there, by `plan_kernel`, and equal for all items
+and heads. The host knows S, and with it a bound: a level of one column has a tile for three pixels, every other level
+fewer. Tables are allocated for the bound; grids are sized for levels of ordinary shape, and their programs take one
+bucket after the other where there are more.
+
+Sizes of buckets are exact: samples are counted, the counts summed up to starts, and only then records written, so that
+the Q * L * K records of an item and head hold any distribution. The counter of a bucket has a 32-byte sector for
+itself, since adds that return to one sector wait for each other.
 """
 
-from functools import lru_cache
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from msda_op.levels import HostShapes, level_starts
 from msda_op.triton.hopper.primitives import count_bits, lowest_bit, match_any
 from msda_op.triton.hopper.samples import load_lane_level, load_sample, place_sample, split_program_id, weigh_pixels
 
@@ -31,65 +30,135 @@ TILE_W = tl.constexpr(7)
 WINDOW_H = tl.constexpr(4)
 WINDOW_W = tl.constexpr(8)
 COUNTER_STRIDE = tl.constexpr(8)  # int32 from a counter to the next: one 32-byte sector
+WINDOW_FIELDS = tl.constexpr(6)  # numbers of a row of `windows`, see `plan_kernel`
 
-# Samples that a bucket should hold: fewer cost more windows to flush, more leave the card without enough programs.
-BUCKET_TARGET = 512
+# Samples that an even spread may bring to a bucket: fewer cost more windows to flush, more leave the card without
+# enough programs. Tiles that expect more are halved until none does.
+BUCKET_LIMIT = 768
+
+# Pixels of a tile at levels of ordinary shape: 3 * 7, less for tiles that reach over the edge.
+_ORDINARY_TILE = 18
 
 
-class BucketPlan(NamedTuple):
-    """The buckets of one item and head; equal for all of them.
+def bound_buckets(value_length: int, num_levels: int, num_samples: int) -> int:
+    """Returns the most buckets that an item and head can have, whatever the shapes of its levels.
+
+    ceil((h - 1) / 3) * ceil((w - 1) / 7) is at most h * w / 3 + 1, and a tile that is split has fewer than twice the
+    buckets that its samples fill.
 
     Args:
-        num_buckets: buckets of an item and head. bins: `[L, 3]` int32 (tiles in a row, splits - 1, first bucket).
-        windows: `[num_buckets, 4]` int32 (first row of value, w of the level, columns and rows of the level from
-        there).
+        value_length: S; the levels do not overlap.
+        num_levels: L.
+        num_samples: Q * L * K.
     """
-
-    num_buckets: int
-    bins: Tensor
-    windows: Tensor
+    return value_length // 3 + num_levels + 2 * num_samples // BUCKET_LIMIT
 
 
-def count_tiles(height: int, width: int) -> tuple[int, int]:
-    """Returns the rows and columns of tiles that hold every upper left pixel (0..h-2, 0..w-2) of a level."""
-    return -(-(height - 1) // TILE_H.value), -(-(width - 1) // TILE_W.value)
+def expect_buckets(value_length: int, num_levels: int, num_samples: int) -> int:
+    """Returns about how many buckets an item and head have at levels of ordinary shape; arguments as above."""
+    return value_length // _ORDINARY_TILE + num_levels + num_samples // BUCKET_LIMIT
 
 
-def choose_splits(spatial_shapes: HostShapes, num_queries: int, num_points: int) -> tuple[int, ...]:
-    """Returns the buckets of a tile of each level: the power of two that brings an even spread near the target."""
-    splits = []
-    for height, width in spatial_shapes:
-        rows, columns = count_tiles(height, width)
-        samples_of_tile = num_queries * num_points / (rows * columns)
-        split = 1
-        while samples_of_tile > 1.5 * split * BUCKET_TARGET:
-            split *= 2
-        splits.append(split)
-    return tuple(splits)
+@triton.jit
+def level_kernel(
+    spatial_shapes,  # [L, 2] (h, w), int32 or int64
+    level_start_index,  # [L] first row of value, int32 or int64
+    levels,  # [L, 3] (h, w, first row) int32, written
+    L: tl.constexpr,
+):
+    """One program joins the table of levels that all other kernels read."""
+    level = tl.arange(0, 8)
+    exists = level < L
+    row = levels + level * 3
+    tl.store(row, tl.load(spatial_shapes + level * 2, mask=exists, other=0).to(tl.int32), mask=exists)
+    tl.store(row + 1, tl.load(spatial_shapes + level * 2 + 1, mask=exists, other=0).to(tl.int32), mask=exists)
+    tl.store(row + 2, tl.load(level_start_index + level, mask=exists, other=0).to(tl.int32), mask=exists)
 
 
-@lru_cache(maxsize=256)
-def plan_buckets(spatial_shapes: HostShapes, splits: tuple[int, ...], device: torch.device) -> BucketPlan:
-    """Returns the tables of `BucketPlan` on `device`; copied once per (shapes, splits, device) and kept."""
-    bins: list[tuple[int, int, int]] = []
-    windows: list[tuple[int, int, int, int]] = []
-    for (height, width), start, split in zip(spatial_shapes, level_starts(spatial_shapes), splits, strict=True):
-        rows, columns = count_tiles(height, width)
-        bins.append((columns, split - 1, len(windows)))
-        for top in range(0, rows * TILE_H.value, TILE_H.value):
-            for left in range(0, columns * TILE_W.value, TILE_W.value):
-                windows += [(start + top * width + left, width, width - left, height - top)] * split
-    with torch.inference_mode(False):
-        return BucketPlan(
-            len(windows),
-            torch.tensor(bins, dtype=torch.int32, device=device),
-            torch.tensor(windows, dtype=torch.int32, device=device),
-        )
+@triton.jit
+def plan_level(levels, level, level_samples, LIMIT: tl.constexpr):
+    """Returns (rows of tiles, tiles in a row, buckets of a tile) of a level.
+
+    The tiles hold every upper left pixel of a 2 x 2 block: rows 0 .. h - 2 and columns 0 .. w - 2, and 0 where there
+    is no second row or column.
+    """
+    rows = tl.maximum(tl.cdiv(tl.load(levels + level * 3) - 1, TILE_H), 1)
+    columns = tl.maximum(tl.cdiv(tl.load(levels + level * 3 + 1) - 1, TILE_W), 1)
+    samples_of_tile = tl.cdiv(level_samples, rows * columns)
+    splits = 1
+    for _ in range(24):
+        splits = tl.where(samples_of_tile > splits * LIMIT, splits * 2, splits)
+    return rows, columns, splits
+
+
+@triton.jit
+def split_bucket_program(programs):
+    """Returns (plane, first bucket) of a program; each plane (item and head) has `programs`, which take turns."""
+    program = tl.program_id(0)
+    return (program // programs).to(tl.int64), program % programs
+
+
+@triton.jit(do_not_specialize=["level_samples", "bound", "programs"])
+def plan_kernel(
+    levels,  # [L, 3] (h, w, first row) int32
+    bins,  # [L + 1, 3] int32, written: (tiles in a row, splits - 1, first bucket); the last row ends the last level
+    windows,  # [bound, WINDOW_FIELDS] int32, written, see below
+    counters,  # [B, M, bound, COUNTER_STRIDE] int32; the first of each is zeroed
+    level_samples,  # Q * K, samples of an item and head on one level
+    bound,
+    programs,  # of a plane
+    L: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Plans the buckets of an item and head. All programs zero counters; those of the first plane write the tables.
+
+    The row of a bucket: first row of value of its window, w of the level, columns and rows of the level from there,
+    colour of the tile, and buckets of the tile (0 behind the first of them). Tiles of one colour (row % 2 * 2 + column
+    % 2) have windows that do not meet.
+    """
+    plane, first_block = split_bucket_program(programs)
+    total = 0
+    for level in tl.static_range(L):
+        rows, columns, splits = plan_level(levels, level, level_samples, LIMIT)
+        if tl.program_id(0) == 0:
+            tl.store(bins + level * 3, columns)
+            tl.store(bins + level * 3 + 1, splits - 1)
+            tl.store(bins + level * 3 + 2, total)
+        total += rows * columns * splits
+    if tl.program_id(0) == 0:
+        tl.store(bins + L * 3 + 2, total)
+    tl.device_assert(total <= bound, "levels must not overlap in value")
+    counters += plane * bound * COUNTER_STRIDE
+    for block in range(first_block * BLOCK, total, programs * BLOCK):
+        bucket = block + tl.arange(0, BLOCK)
+        tl.store(counters + bucket * COUNTER_STRIDE, bucket * 0, mask=bucket < total)
+        if plane == 0:
+            first = 0
+            for level in tl.static_range(L):
+                rows, columns, splits = plan_level(levels, level, level_samples, LIMIT)
+                end = first + rows * columns * splits
+                tile = (bucket - first) // splits
+                tile_y = tile // columns
+                tile_x = tile % columns
+                top = tile_y * TILE_H
+                left = tile_x * TILE_W
+                height = tl.load(levels + level * 3)
+                width = tl.load(levels + level * 3 + 1)
+                mask = (bucket >= first) & (bucket < end)
+                row = windows + bucket * WINDOW_FIELDS
+                tl.store(row, tl.load(levels + level * 3 + 2) + top * width + left, mask=mask)
+                tl.store(row + 1, tl.broadcast_to(width, [BLOCK]), mask=mask)
+                tl.store(row + 2, width - left, mask=mask)
+                tl.store(row + 3, height - top, mask=mask)
+                tl.store(row + 4, tile_y % 2 * 2 + tile_x % 2, mask=mask)
+                tl.store(row + 5, tl.where((bucket - first) % splits == 0, splits, 0), mask=mask)
+                first = end
 
 
 @triton.jit
 def load_bin(bins, level):
-    """Returns the row of BucketPlan.bins of the lane's level."""
+    """Returns the row of `bins` of the lane's level."""
     row = bins + level * 3
     return tl.load(row), tl.load(row + 1), tl.load(row + 2)
 
@@ -116,16 +185,16 @@ def join_buckets(bucket, joins):
     return lowest_bit(group), count_bits(group & ((1 << lane) - 1)), count_bits(group)
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_buckets"])
+@triton.jit(do_not_specialize=["num_queries", "bound"])
 def count_kernel(
     levels,  # [L, 3] (h, w, first row) int32
-    bins,  # [L, 3], see BucketPlan
+    bins,  # [L, 3], see plan_kernel
     places,  # [B, Q, M, L, K, 2] locations, or [B, Q, L, REFERENCE] reference points, float32
     offsets,  # [B, Q, M, L, K, 2]; None for locations
     weights,  # [B, Q, M, L, K]; not used
-    counters,  # [B, M, num_buckets, COUNTER_STRIDE] int32, zeroed; the first of each counts the samples
+    counters,  # [B, M, bound, COUNTER_STRIDE] int32, zeroed; the first of each counts the samples
     num_queries,
-    num_buckets,
+    bound,
     M: tl.constexpr,
     L: tl.constexpr,
     K: tl.constexpr,
@@ -146,7 +215,7 @@ def count_kernel(
         offsets += 2 * samples
     offset_dtype: tl.constexpr = offsets.dtype.element_ty
     weights += samples
-    counters += (item * M + head) * num_buckets * COUNTER_STRIDE
+    counters += (item * M + head) * bound * COUNTER_STRIDE
     for sweep in tl.static_range(PASSES):
         level, point, exists, height, width, _ = load_lane_level(levels, lane, sweep, L, K)
         level_bin = load_bin(bins, level)
@@ -163,16 +232,19 @@ def count_kernel(
             tl.atomic_add(counters + bucket * COUNTER_STRIDE, size, mask=joins & (lane == leader), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["num_buckets"])
+@triton.jit(do_not_specialize=["bound"])
 def scan_kernel(
-    counters,  # [B, M, num_buckets, COUNTER_STRIDE] int32; sizes of the buckets, turned into starts
-    starts,  # [B, M, num_buckets] int32; the same starts, which stay while records raise the counters
-    num_buckets,
+    bins,  # [L + 1, 3], see plan_kernel
+    counters,  # [B, M, bound, COUNTER_STRIDE] int32; sizes of the buckets, turned into starts
+    starts,  # [B, M, bound + 1] int32, written: the same, which stay while records raise the counters, and the end
+    bound,
+    L: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Exclusive sums of the bucket sizes of one item and head."""
-    counters += tl.program_id(0).to(tl.int64) * num_buckets * COUNTER_STRIDE
-    starts += tl.program_id(0).to(tl.int64) * num_buckets
+    counters += tl.program_id(0).to(tl.int64) * bound * COUNTER_STRIDE
+    starts += tl.program_id(0).to(tl.int64) * (bound + 1)
+    num_buckets = tl.load(bins + L * 3 + 2)
     total = 0
     for first in range(0, num_buckets, BLOCK):
         bucket = first + tl.arange(0, BLOCK)
@@ -182,3 +254,4 @@ def scan_kernel(
         tl.store(starts + bucket, start, mask=mask)
         tl.store(counters + bucket * COUNTER_STRIDE, start, mask=mask)
         total += tl.sum(size, 0)
+    tl.store(starts + num_buckets, total)

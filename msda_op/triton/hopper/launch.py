@@ -1,178 +1,173 @@
 """Allocates, picks launch shapes and launches the kernels of the Hopper path.
 
 Calls must be ones that `supports` takes; tensors may have any strides (copied where they are not contiguous and
-aligned).
+aligned). All that depends on the sizes of levels is computed on the device.
 """
 
-from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from msda_op.levels import HostShapes, level_starts
+from msda_op.options import Sizes, read_sizes
+from msda_op.triton.hopper import buckets as plan
 from msda_op.triton.hopper.backward import backward_kernel
-from msda_op.triton.hopper.buckets import (
-    COUNTER_STRIDE,
-    WINDOW_H,
-    WINDOW_W,
-    BucketPlan,
-    choose_splits,
-    count_kernel,
-    plan_buckets,
-    scan_kernel,
-)
-from msda_op.triton.hopper.deterministic import combine_kernel, sort_kernel
+from msda_op.triton.hopper.deterministic import NUM_COLOURS, sort_kernel
 from msda_op.triton.hopper.forward import forward_kernel
 from msda_op.triton.hopper.reduce import reduce_kernel
-from msda_op.triton.hopper.tuning import LaunchShape, Pass, Scatter, choose_launch_shape, choose_scatter
+from msda_op.triton.hopper.tuning import LaunchShape, Pass, Scatter, choose_launch_shape
+from msda_op.triton.kernel_launch import Launch
 
+_PLAN_BLOCK = 64
 _SCAN_BLOCK = 1024
 _SORT_BLOCK = 512
-_COMBINE_BLOCK = 32
 
 
-@dataclass(frozen=True)
-class Samples:
-    """Where to sample and how to weigh it.
+class Call(NamedTuple):
+    """Contiguous inputs of a call, and its sizes.
 
     Args:
+        value: `[B, S, M, D]`, or `[B, M, S, D]` for layout "BNLC".
+        levels: `[L, 3]` int32 (h, w, first row), on the device.
         places: sampling locations `[B, Q, M, L, K, 2]`, or reference points `[B, Q, L, 2 or 4]`; float32.
         offsets: `[B, Q, M, L, K, 2]`, only with reference points.
         weights: `[B, Q, M, L, K]`, attention weights, or logits with reference points.
+        sizes: B, S, M, D, Q, L, K.
+        value_layout: "BLNC" or "BNLC".
     """
 
+    value: Tensor
+    levels: Tensor
     places: Tensor
     offsets: Tensor | None
     weights: Tensor
-
-    @property
-    def reference(self) -> int:
-        """Numbers of a reference point, 0 for locations."""
-        return 0 if self.offsets is None else self.places.shape[-1]
-
-
-@dataclass(frozen=True)
-class Call:
-    """Contiguous inputs of a call, and its sizes."""
-
-    value: Tensor
-    spatial_shapes: HostShapes
-    samples: Samples
+    sizes: Sizes
     value_layout: str
 
     @property
-    def batch(self) -> int:
-        return self.value.shape[0]
+    def samples(self) -> dict[str, Any]:
+        """What all kernels take that read samples."""
+        sizes = self.sizes
+        return {
+            "levels": self.levels,
+            "places": self.places,
+            "offsets": self.offsets,
+            "weights": self.weights,
+            "num_queries": sizes.num_queries,
+            "M": sizes.num_heads,
+            "L": sizes.num_levels,
+            "K": sizes.num_points,
+            "REFERENCE": 0 if self.offsets is None else self.places.shape[-1],
+        }
 
     @property
-    def head_dim(self) -> int:
-        return self.value.shape[3]
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The constants that all kernels take."""
-        _, _, num_heads, num_levels, num_points = self.samples.weights.shape
-        return {"M": num_heads, "L": num_levels, "K": num_points}
-
-    @property
-    def num_queries(self) -> int:
-        return self.samples.weights.shape[1]
-
-    @property
-    def strides(self) -> tuple[int, int, int]:
+    def strides(self) -> dict[str, int]:
         """Elements from an item, a head and a pixel of value to the next."""
-        item, first, second, _ = self.value.stride()
-        return (item, first, second) if self.value_layout == "BNLC" else (item, second, first)
+        _, value_length, num_heads, head_dim, *_ = self.sizes
+        heads_first = self.value_layout == "BNLC"
+        return {
+            "batch_stride": value_length * num_heads * head_dim,
+            "head_stride": value_length * head_dim if heads_first else head_dim,
+            "PIXEL_STRIDE": head_dim if heads_first else num_heads * head_dim,
+        }
+
+    @property
+    def planes(self) -> int:
+        """Number of pairs of an item and a head."""
+        return self.sizes.batch * self.sizes.num_heads
 
     def launch_shape(self, stage: Pass) -> LaunchShape:
         """Returns the launch shape of a pass."""
-        return choose_launch_shape(stage, self.batch * self.sizes["M"] * triton.cdiv(self.num_queries, 2))
+        if stage == "backward" and self.offsets is not None:
+            stage = "fused backward"
+        return choose_launch_shape(stage, self.planes * triton.cdiv(self.sizes.num_queries, 2))
 
     def count_programs(self, shape: LaunchShape) -> int:
         """Returns the programs of a kernel that takes one head of some queries."""
-        return self.batch * self.sizes["M"] * triton.cdiv(self.num_queries, 2 * shape.warps * shape.iterations)
-
-    def levels(self) -> Tensor:
-        """Returns `[L, 3]` (h, w, first row) on the device of value."""
-        return _level_table(self.spatial_shapes, self.value.device)
+        return self.planes * triton.cdiv(self.sizes.num_queries, 2 * shape.warps * shape.iterations)
 
 
-@lru_cache(maxsize=1024)
-def _level_table(spatial_shapes: HostShapes, device: torch.device) -> Tensor:
-    rows = [(h, w, start) for (h, w), start in zip(spatial_shapes, level_starts(spatial_shapes), strict=True)]
-    with torch.inference_mode(False):
-        return torch.tensor(rows, dtype=torch.int32, device=device)
-
-
-def _align(tensor: Tensor) -> Tensor:
-    """Returns a contiguous tensor whose first element stands at a multiple of 16 bytes."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
-
-
-def prepare_call(
-    value: Tensor,
-    spatial_shapes: HostShapes,
-    places: Tensor,
-    offsets: Tensor | None,
-    weights: Tensor,
-    value_layout: str,
-) -> Call:
-    """Returns the call with contiguous, aligned tensors and float32 places."""
-    samples = Samples(_align(places.float()), None if offsets is None else _align(offsets), _align(weights))
-    return Call(_align(value), tuple(spatial_shapes), samples, value_layout)
-
-
-def run_forward(call: Call) -> Tensor:
-    """Returns `[B, Q, M*D]` in the dtype of value."""
-    num_channels = call.sizes["M"] * call.head_dim
-    output = call.value.new_empty(call.batch, call.num_queries, num_channels)
-    if output.numel() == 0:
-        return output
-    shape = call.launch_shape("forward")
-    batch_stride, head_stride, pixel_stride = call.strides
-    with torch.cuda.device_of(call.value):
-        forward_kernel[(call.count_programs(shape) * (call.head_dim // 32),)](
-            call.value,
-            call.levels(),
-            call.samples.places,
-            call.samples.offsets,
-            call.samples.weights,
-            output,
-            call.num_queries,
-            batch_stride,
-            head_stride,
-            PIXEL_STRIDE=pixel_stride,
-            D=call.head_dim,
-            REFERENCE=call.samples.reference,
-            WARPS=shape.warps,
-            ITERATIONS=shape.iterations,
-            num_warps=shape.warps,
-            maxnreg=shape.registers,
-            **call.sizes,
-        )
-    return output
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Gradients that the main kernel writes; None where not asked for, and the value gradient it adds to."""
+class Wanted(NamedTuple):
+    """Buffers for the gradients that the main kernel writes; None for what is not asked for."""
 
     locations: Tensor | None
     offsets: Tensor | None
     weights: Tensor | None
 
 
-@dataclass(frozen=True)
-class Buckets:
-    """Plan and buffers of the records of one call."""
+class Buckets(NamedTuple):
+    """Plan and buffers of the records of one call, for at most `bound` buckets of an item and head.
 
-    plan: BucketPlan
-    counters: Tensor
+    Args:
+        bound: rows of the tables.
+        programs: of an item and head, in the kernels that take buckets.
+        bins: `[L + 1, 3]` int32, see `buckets.plan_kernel`.
+        windows: `[bound, 6]` int32, see there.
+        starts: `[B, M, bound + 1]` int32, first record of each bucket.
+        records: `[B, M, Q * L * K, 2]` int32.
+    """
+
+    bound: int
+    programs: int
+    bins: Tensor
+    windows: Tensor
     starts: Tensor
     records: Tensor
+
+    @property
+    def capacity(self) -> int:
+        """Records of an item and head."""
+        return self.records.shape[1]
+
+
+def prepare_call(
+    value: Tensor,
+    tables: tuple[Tensor, Tensor],
+    places: Tensor,
+    offsets: Tensor | None,
+    weights: Tensor,
+    value_layout: str,
+) -> Call:
+    """Returns the call with contiguous, aligned tensors; `tables` are spatial_shapes and level_start_index."""
+    sizes = read_sizes(value, weights, value_layout)
+    levels = value.new_empty(sizes.num_levels, 3, dtype=torch.int32)
+    shapes, starts = (table.contiguous() for table in tables)
+    arguments = {"spatial_shapes": shapes, "level_start_index": starts, "levels": levels, "L": sizes.num_levels}
+    Launch(plan.level_kernel, 1, arguments, num_warps=1).run(value)
+    offsets = None if offsets is None else _align(offsets)
+    return Call(_align(value), levels, _align(places), offsets, _align(weights), sizes, value_layout)
+
+
+def _align(tensor: Tensor) -> Tensor:
+    """Returns a contiguous tensor that starts at a multiple of 16 bytes of its memory, as its memory does of all."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.storage_offset() * tensor.element_size() % 16 else tensor
+
+
+def run_forward(call: Call) -> Tensor:
+    """Returns `[B, Q, M*D]` in the dtype of value."""
+    sizes = call.sizes
+    output = call.value.new_empty(sizes.batch, sizes.num_queries, sizes.num_heads * sizes.head_dim)
+    if output.numel() > 0:
+        forward_launch(call, output).run(output)
+    return output
+
+
+def forward_launch(call: Call, output: Tensor) -> Launch:
+    """Returns the launch that fills `output`."""
+    shape = call.launch_shape("forward")
+    arguments = {
+        "value": call.value,
+        "output": output,
+        "D": call.sizes.head_dim,
+        "WARPS": shape.warps,
+        "ITERATIONS": shape.iterations,
+        **call.samples,
+        **call.strides,
+    }
+    programs = call.count_programs(shape) * (call.sizes.head_dim // 32)
+    return Launch(forward_kernel, programs, arguments, shape.warps, shape.registers)
 
 
 def run_backward(
@@ -180,160 +175,170 @@ def run_backward(
     grad_output: Tensor,
     wanted: Wanted,
     compute_grad_value: bool,
+    grad_value: Tensor | None,
+    scatter: Scatter,
     deterministic: bool,
-    scatter: Scatter | None,
 ) -> Tensor | None:
-    """Writes the gradients of `wanted` and returns that of value, in its dtype, where it is asked for.
+    """Writes the gradients of `wanted` and returns that of value in float32, where it is asked for.
 
     Args:
         call: inputs of the forward.
         grad_output: `[B, Q, M*D]`, dtype of value.
         wanted: buffers to fill.
-        compute_grad_value: whether to return the gradient of value.
-        deterministic: whether it must be the same in every run.
-        scatter: "atomics" or "records"; None for the faster. Deterministic gradients always take records.
+        compute_grad_value: whether to compute the gradient of value.
+        grad_value: like value, contiguous, float32: what to add it to and to return; None for zeros.
+        scatter: the way to it.
+        deterministic: whether it must be the same in every run, which takes records.
     """
     if grad_output.numel() == 0:
-        return torch.zeros_like(call.value) if compute_grad_value else None
+        return _zeros(call) if compute_grad_value and grad_value is None else grad_value
     grad_output = _align(grad_output)
-    with torch.cuda.device_of(call.value):
-        if not compute_grad_value:
-            _run_main(call, grad_output, wanted, None, None)
-            return None
-        if not deterministic and (scatter or choose_scatter(call.samples.weights.numel())) == "atomics":
-            grad_value = torch.zeros_like(call.value, dtype=torch.float32)
-            _run_main(call, grad_output, wanted, grad_value, None)
-            return grad_value.to(call.value.dtype)
-        buckets = _fill_starts(call)
-        _run_main(call, grad_output, wanted, None, buckets)
-        if deterministic:
-            return _combine_windows(call, grad_output, buckets)
-        grad_value = torch.zeros_like(call.value, dtype=torch.float32)
-        _reduce(call, grad_output, buckets, grad_value, atomic=True)
-        del buckets  # its memory is free for the rounded gradient
-        return grad_value.to(call.value.dtype)
-
-
-def _fill_starts(call: Call) -> Buckets:
-    """Counts the samples of each bucket and gives each bucket its place."""
-    splits = choose_splits(call.spatial_shapes, call.num_queries, call.sizes["K"])
-    plan = plan_buckets(call.spatial_shapes, splits, call.value.device)
-    planes = call.batch * call.sizes["M"]
-    capacity = call.num_queries * call.sizes["L"] * call.sizes["K"]
-    device = call.value.device
-    counters = torch.zeros(planes, plan.num_buckets, COUNTER_STRIDE.value, dtype=torch.int32, device=device)
-    starts = torch.empty(planes, plan.num_buckets, dtype=torch.int32, device=device)
-    records = torch.empty(planes, capacity, 2, dtype=torch.int32, device=device)
-    shape = call.launch_shape("fused backward" if call.samples.reference else "backward")
-    count_kernel[(call.count_programs(shape),)](
-        call.levels(),
-        plan.bins,
-        call.samples.places,
-        call.samples.offsets,
-        call.samples.weights,
-        counters,
-        call.num_queries,
-        plan.num_buckets,
-        REFERENCE=call.samples.reference,
-        WARPS=shape.warps,
-        ITERATIONS=shape.iterations,
-        num_warps=shape.warps,
-        **call.sizes,
-    )
-    scan_kernel[(planes,)](counters, starts, plan.num_buckets, BLOCK=_SCAN_BLOCK, num_warps=4)
-    return Buckets(plan, counters, starts, records)
-
-
-def _run_main(
-    call: Call, grad_output: Tensor, wanted: Wanted, grad_value: Tensor | None, buckets: Buckets | None
-) -> None:
-    shape = call.launch_shape("fused backward" if call.samples.reference else "backward")
-    batch_stride, head_stride, pixel_stride = call.strides
-    backward_kernel[(call.count_programs(shape),)](
-        call.value,
-        call.levels(),
-        None if buckets is None else buckets.plan.bins,
-        call.samples.places,
-        call.samples.offsets,
-        call.samples.weights,
-        grad_output,
-        grad_value,
-        wanted.locations,
-        wanted.offsets,
-        wanted.weights,
-        None if buckets is None else buckets.counters,
-        None if buckets is None else buckets.records,
-        call.num_queries,
-        batch_stride,
-        head_stride,
-        0 if buckets is None else buckets.plan.num_buckets,
-        PIXEL_STRIDE=pixel_stride,
-        D=call.head_dim,
-        REFERENCE=call.samples.reference,
-        SCATTER="records" if buckets is not None else "none" if grad_value is None else "atomics",
-        WARPS=shape.warps,
-        ITERATIONS=shape.iterations,
-        num_warps=shape.warps,
-        # Chosen for 32 channels and records: more channels spill under it, and less work needs less.
-        maxnreg=shape.registers if buckets is not None and call.head_dim == 32 else None,
-        **call.sizes,
-    )
-
-
-def _reduce(call: Call, grad_output: Tensor, buckets: Buckets, target: Tensor, atomic: bool) -> None:
-    batch_stride, head_stride, pixel_stride = call.strides
-    reduce_kernel[(buckets.starts.numel(), call.head_dim // 32)](
-        buckets.plan.windows,
-        buckets.counters,
-        buckets.starts,
-        buckets.records,
-        grad_output,
-        target,
-        call.num_queries,
-        batch_stride,
-        head_stride,
-        buckets.plan.num_buckets,
-        buckets.records.shape[1],
-        PIXEL_STRIDE=pixel_stride,
-        M=call.sizes["M"],
-        D=call.head_dim,
-        ATOMIC=atomic,
-        num_warps=1,
-    )
-
-
-def _combine_windows(call: Call, grad_output: Tensor, buckets: Buckets) -> Tensor:
-    """Returns the gradient of value by sorted records and windows added up in order."""
-    num_buckets = buckets.starts.numel()
-    sort_kernel[(num_buckets,)](
-        buckets.counters,
-        buckets.starts,
-        buckets.records.view(torch.int64),
-        buckets.plan.num_buckets,
-        buckets.records.shape[1],
-        BLOCK=min(_SORT_BLOCK, max(32, triton.next_power_of_2(buckets.records.shape[1]))),
-        num_warps=1,
-    )
-    windows = torch.empty(
-        num_buckets, WINDOW_H.value, WINDOW_W.value, call.head_dim, dtype=torch.float32, device=call.value.device
-    )
-    _reduce(call, grad_output, buckets, windows, atomic=False)
-    grad_value = torch.empty_like(call.value)
-    batch_stride, head_stride, pixel_stride = call.strides
-    blocks = sum(triton.cdiv(h * w, _COMBINE_BLOCK) for h, w in call.spatial_shapes)
-    combine_kernel[(blocks, call.batch * call.sizes["M"])](
-        call.levels(),
-        buckets.plan.bins,
-        windows,
-        grad_value,
-        buckets.plan.num_buckets,
-        batch_stride,
-        head_stride,
-        PIXEL_STRIDE=pixel_stride,
-        M=call.sizes["M"],
-        D=call.head_dim,
-        L=call.sizes["L"],
-        BLOCK=_COMBINE_BLOCK,
-        num_warps=4,
-    )
+    if not compute_grad_value:
+        main_launch(call, grad_output, wanted, None, None, None).run(call.value)
+        return None
+    if scatter == "atomics":
+        assert not deterministic, "atomics add in any order"
+        grad_value = _zeros(call) if grad_value is None else grad_value
+        main_launch(call, grad_output, wanted, grad_value, None, None).run(call.value)
+        return grad_value
+    buckets = _write_records(call, grad_output, wanted)
+    grad_value = _zeros(call) if grad_value is None else grad_value  # in the memory of the counters
+    if deterministic:
+        sort_launch(call, buckets).run(call.value)
+    for colour in range(NUM_COLOURS) if deterministic else (None,):
+        reduce_launch(call, grad_output, buckets, grad_value, colour).run(call.value)
     return grad_value
+
+
+def _zeros(call: Call) -> Tensor:
+    return torch.zeros_like(call.value, dtype=torch.float32)
+
+
+def _write_records(call: Call, grad_output: Tensor, wanted: Wanted) -> Buckets:
+    """Plans the buckets, counts their samples, and fills them and the gradients of `wanted`."""
+    buckets, counters = allocate_buckets(call)
+    for launch in plan_launches(call, buckets, counters):
+        launch.run(call.value)
+    main_launch(call, grad_output, wanted, None, buckets, counters).run(call.value)
+    return buckets
+
+
+def allocate_buckets(call: Call) -> tuple[Buckets, Tensor]:
+    """Returns the tables and buffers of the records of a call, not yet filled, and its counters.
+
+    Counters are `[B, M, bound, COUNTER_STRIDE]` int32: 9 MiB for an encoder at 800x1333 in a batch of 4, of which the
+    kernels touch a fifth; nothing needs them once the records are written.
+    """
+    sizes = call.sizes
+    num_samples = sizes.num_queries * sizes.num_levels * sizes.num_points
+    bound = plan.bound_buckets(sizes.value_length, sizes.num_levels, num_samples)
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=call.value.device)
+
+    buckets = Buckets(
+        bound,
+        plan.expect_buckets(sizes.value_length, sizes.num_levels, num_samples),
+        bins=empty(sizes.num_levels + 1, 3),
+        windows=empty(bound, plan.WINDOW_FIELDS.value),
+        starts=empty(call.planes, bound + 1),
+        records=empty(call.planes, num_samples, 2),
+    )
+    return buckets, empty(call.planes, bound, plan.COUNTER_STRIDE.value)
+
+
+def plan_launches(call: Call, buckets: Buckets, counters: Tensor) -> tuple[Launch, ...]:
+    """Returns the launches that fill the tables, count the samples of each bucket, and sum the counts up."""
+    sizes = call.sizes
+    tables = {"bins": buckets.bins, "counters": counters, "bound": buckets.bound}
+    programs = triton.cdiv(buckets.programs, _PLAN_BLOCK)
+    plan_arguments = {
+        **tables,
+        "levels": call.levels,
+        "windows": buckets.windows,
+        "level_samples": sizes.num_queries * sizes.num_points,
+        "programs": programs,
+        "L": sizes.num_levels,
+        "LIMIT": plan.BUCKET_LIMIT,
+        "BLOCK": _PLAN_BLOCK,
+    }
+    shape = call.launch_shape("backward")
+    count_arguments = {**tables, **call.samples, "WARPS": shape.warps, "ITERATIONS": shape.iterations}
+    scan_arguments = {**tables, "starts": buckets.starts, "L": sizes.num_levels, "BLOCK": _SCAN_BLOCK}
+    return (
+        Launch(plan.plan_kernel, call.planes * programs, plan_arguments, num_warps=2),
+        Launch(plan.count_kernel, call.count_programs(shape), count_arguments, shape.warps),
+        Launch(plan.scan_kernel, call.planes, scan_arguments, num_warps=4),
+    )
+
+
+def main_launch(
+    call: Call,
+    grad_output: Tensor,
+    wanted: Wanted,
+    grad_value: Tensor | None,
+    buckets: Buckets | None,
+    counters: Tensor | None,
+) -> Launch:
+    """Returns the launch that fills `wanted`, and adds to `grad_value` or, given buckets, writes records."""
+    shape = call.launch_shape("backward")
+    arguments = {
+        "value": call.value,
+        "bins": None if buckets is None else buckets.bins,
+        "grad_output": grad_output,
+        "grad_value": grad_value,
+        "grad_locations": wanted.locations,
+        "grad_offsets": wanted.offsets,
+        "grad_weights": wanted.weights,
+        "counters": counters,
+        "records": None if buckets is None else buckets.records,
+        "num_buckets": 0 if buckets is None else buckets.bound,
+        "D": call.sizes.head_dim,
+        "SCATTER": "records" if buckets is not None else "none" if grad_value is None else "atomics",
+        "WARPS": shape.warps,
+        "ITERATIONS": shape.iterations,
+        **call.samples,
+        **call.strides,
+    }
+    # Registers are chosen for 32 channels and records: more channels spill under them, and less work needs less.
+    registers = shape.registers if buckets is not None and call.sizes.head_dim == 32 else None
+    return Launch(backward_kernel, call.count_programs(shape), arguments, shape.warps, registers)
+
+
+def reduce_launch(call: Call, grad_output: Tensor, buckets: Buckets, grad_value: Tensor, colour: int | None) -> Launch:
+    """Returns the launch that adds the records to `grad_value`, those of all tiles or of the tiles of one colour."""
+    sizes = call.sizes
+    arguments = {
+        "bins": buckets.bins,
+        "windows": buckets.windows,
+        "starts": buckets.starts,
+        "records": buckets.records,
+        "grad_output": grad_output,
+        "target": grad_value,
+        "num_queries": sizes.num_queries,
+        "bound": buckets.bound,
+        "capacity": buckets.capacity,
+        "programs": buckets.programs,
+        "colour": 0 if colour is None else colour,
+        "M": sizes.num_heads,
+        "D": sizes.head_dim,
+        "L": sizes.num_levels,
+        "COLOURED": colour is not None,
+        **call.strides,
+    }
+    return Launch(reduce_kernel, call.planes * buckets.programs * (sizes.head_dim // 32), arguments, num_warps=1)
+
+
+def sort_launch(call: Call, buckets: Buckets) -> Launch:
+    """Returns the launch that sorts the records of each bucket."""
+    arguments = {
+        "bins": buckets.bins,
+        "starts": buckets.starts,
+        "records": buckets.records.view(torch.int64),
+        "bound": buckets.bound,
+        "capacity": buckets.capacity,
+        "programs": buckets.programs,
+        "L": call.sizes.num_levels,
+        "BLOCK": _SORT_BLOCK,
+    }
+    return Launch(sort_kernel, call.planes * buckets.programs, arguments, num_warps=1)

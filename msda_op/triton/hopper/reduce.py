@@ -1,7 +1,7 @@
 """Reduction of the Hopper path: a bucket of records becomes a window of the gradient of value, on the tensor cores.
 
 Legend: B batch, Q queries, S rows of value, M heads, D channels a head.
-One program, a single warp, takes one bucket and 32 channels. For 32 records at a time
+One program, a single warp, takes a bucket and 32 channels. For 32 records at a time
 
     window[32 pixels, 32 channels] += W[32 pixels, 32 records] @ upstream gradient[32 records, 32 channels]
 
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from msda_op.triton.hopper.backward import RECORD_SCALE
-from msda_op.triton.hopper.buckets import COUNTER_STRIDE, WINDOW_H, WINDOW_W
+from msda_op.triton.hopper.buckets import WINDOW_FIELDS
 from msda_op.triton.hopper.primitives import (
     add_floats4,
     load_words4,
@@ -31,7 +31,6 @@ from msda_op.triton.hopper.primitives import (
     multiply_short_matrices,
     pack_halves,
     shuffle_xor,
-    store_words4,
     transpose_matrix,
 )
 
@@ -155,104 +154,106 @@ def trade_sectors(sums, half: tl.constexpr, on_odd):
 
 
 @triton.jit
-def put_channels(pointer, channels, mask, ATOMIC: tl.constexpr):
-    """Adds or stores four float32."""
-    c0, c1, c2, c3 = channels
-    if ATOMIC:
-        add_floats4(pointer, c0, c1, c2, c3, mask)
-    else:
-        store_words4(
-            pointer,
-            c0.to(tl.int32, bitcast=True),
-            c1.to(tl.int32, bitcast=True),
-            c2.to(tl.int32, bitcast=True),
-            c3.to(tl.int32, bitcast=True),
-            mask,
-        )
-
-
-@triton.jit(do_not_specialize=["num_queries", "batch_stride", "head_stride", "num_buckets", "capacity"])
-def reduce_kernel(
-    windows,  # [num_buckets, 4], see BucketPlan
-    counters,  # [B, M, num_buckets, COUNTER_STRIDE] int32; the first of each is the end of the bucket
-    starts,  # [B, M, num_buckets] int32
-    records,  # [B, M, capacity, 2] int32
-    grad_output,  # [B, Q, M, D], bfloat16 or float16
-    target,  # ATOMIC: grad_value in float32, by its strides, zeroed; else [B, M, num_buckets, 32 pixels, D] float32
-    num_queries,
-    batch_stride,
-    head_stride,
-    num_buckets,
-    capacity,
+def reduce_run(
+    records,  # of one item and head, at the first of the run
+    size,  # of the run, at least 1
+    grad_output,  # [Q, M, D] of the item, at the head and the first of 32 channels; bfloat16 or float16
+    window_row,  # row of `windows`, see buckets.plan_kernel
+    target,  # grad_value of the item and head, at the first channel; float32
     PIXEL_STRIDE: tl.constexpr,
-    M: tl.constexpr,
-    D: tl.constexpr,
-    ATOMIC: tl.constexpr,
+    QUERY_STRIDE: tl.constexpr,
 ):
+    """Adds a run of records of one tile to 32 channels of the gradient of value."""
     dtype: tl.constexpr = grad_output.dtype.element_ty
-    bucket = tl.program_id(0)
-    channel = tl.program_id(1) * 32
-    plane = (bucket // num_buckets).to(tl.int64)
-    item = plane // M
-    head = plane % M
     lane = tl.arange(0, 32)
     g = lane >> 2
     t = lane & 3
-    start = tl.load(starts + bucket)
-    size = tl.load(counters + bucket.to(tl.int64) * COUNTER_STRIDE) - start
-    if (size > 0) or (not ATOMIC):
-        window_row = windows + bucket % num_buckets * 4
-        columns = tl.load(window_row + 2)
-        rows = tl.load(window_row + 3)
-        bucket_records = (records + (plane * capacity + start) * 2).to(tl.pointer_type(tl.int64), bitcast=True)
-        gradient_rows = grad_output + (item * num_queries * M + head) * D + channel + t * 8
+    columns = tl.load(window_row + 2)
+    rows = tl.load(window_row + 3)
+    gradient_rows = grad_output + t * 8
+    words = records.to(tl.pointer_type(tl.int64), bitcast=True)
 
-        zero = lane * 0.0
-        none = (zero, zero, zero, zero)
-        upper_sums = (none, none, none, none)
-        lower_sums = (none, none, none, none)
-        # What weighs nothing has its gradient from the bucket too: a row that is not finite must not leave its windows.
-        nothing = tl.load(bucket_records, mask=size > 0, other=0) & -65536
-        words0 = load_record(bucket_records, g, size, nothing)
-        words1 = load_record(bucket_records, g + 8, size, nothing)
-        words2 = load_record(bucket_records, g + 16, size, nothing)
-        words3 = load_record(bucket_records, g + 24, size, nothing)
-        for first in range(0, size, 32):
-            gradient0 = load_words4(gradient_rows + ((words0[1] >> 15) & 0x1FFFF) * (M * D))
-            gradient1 = load_words4(gradient_rows + ((words1[1] >> 15) & 0x1FFFF) * (M * D))
-            gradient2 = load_words4(gradient_rows + ((words2[1] >> 15) & 0x1FFFF) * (M * D))
-            gradient3 = load_words4(gradient_rows + ((words3[1] >> 15) & 0x1FFFF) * (M * D))
-            record = first + 32 + g
-            next0 = load_record(bucket_records, record, size, nothing)
-            next1 = load_record(bucket_records, record + 8, size, nothing)
-            next2 = load_record(bucket_records, record + 16, size, nothing)
-            next3 = load_record(bucket_records, record + 24, size, nothing)
-            upper_sums, lower_sums = add_records(
-                words0, words1, gradient0, gradient1, upper_sums, lower_sums, g, t, dtype
-            )
-            upper_sums, lower_sums = add_records(
-                words2, words3, gradient2, gradient3, upper_sums, lower_sums, g, t, dtype
-            )
-            words0 = next0
-            words1 = next1
-            words2 = next2
-            words3 = next3
+    zero = lane * 0.0
+    none = (zero, zero, zero, zero)
+    upper_sums = (none, none, none, none)
+    lower_sums = (none, none, none, none)
+    # What weighs nothing has its gradient from the bucket too: a row that is not finite must not leave its windows.
+    nothing = tl.load(words) & -65536
+    words0 = load_record(words, g, size, nothing)
+    words1 = load_record(words, g + 8, size, nothing)
+    words2 = load_record(words, g + 16, size, nothing)
+    words3 = load_record(words, g + 24, size, nothing)
+    for first in range(0, size, 32):
+        gradient0 = load_words4(gradient_rows + ((words0[1] >> 15) & 0x1FFFF) * QUERY_STRIDE)
+        gradient1 = load_words4(gradient_rows + ((words1[1] >> 15) & 0x1FFFF) * QUERY_STRIDE)
+        gradient2 = load_words4(gradient_rows + ((words2[1] >> 15) & 0x1FFFF) * QUERY_STRIDE)
+        gradient3 = load_words4(gradient_rows + ((words3[1] >> 15) & 0x1FFFF) * QUERY_STRIDE)
+        record = first + 32 + g
+        next0 = load_record(words, record, size, nothing)
+        next1 = load_record(words, record + 8, size, nothing)
+        next2 = load_record(words, record + 16, size, nothing)
+        next3 = load_record(words, record + 24, size, nothing)
+        upper_sums, lower_sums = add_records(words0, words1, gradient0, gradient1, upper_sums, lower_sums, g, t, dtype)
+        upper_sums, lower_sums = add_records(words2, words3, gradient2, gradient3, upper_sums, lower_sums, g, t, dtype)
+        words0 = next0
+        words1 = next1
+        words2 = next2
+        words3 = next3
 
-        on_odd = (t & 1) != 0
-        lane_channel = channel + (t >> 1) * 16 + (t & 1) * 4
-        if ATOMIC:
-            first_pixel = tl.load(window_row)
-            corner = target + item * batch_stride + head * head_stride + (first_pixel + g) * PIXEL_STRIDE + lane_channel
-            row_stride = tl.load(window_row + 1) * PIXEL_STRIDE
-        else:
-            corner = target + (bucket.to(tl.int64) * (WINDOW_H * WINDOW_W) + g) * D + lane_channel
-            row_stride = WINDOW_W * D
-        for half in tl.static_range(2):
-            exists = (g < columns) & (half < rows)
-            first_channels, last_channels = trade_sectors(upper_sums, half, on_odd)
-            put_channels(corner + half * row_stride, first_channels, exists, ATOMIC)
-            put_channels(corner + half * row_stride + 8, last_channels, exists, ATOMIC)
-            exists = (g < columns) & (half + 2 < rows)
-            first_channels, last_channels = trade_sectors(lower_sums, half, on_odd)
-            put_channels(corner + (half + 2) * row_stride, first_channels, exists, ATOMIC)
-            put_channels(corner + (half + 2) * row_stride + 8, last_channels, exists, ATOMIC)
+    on_odd = (t & 1) != 0
+    corner = target + (tl.load(window_row) + g) * PIXEL_STRIDE + (t >> 1) * 16 + (t & 1) * 4
+    row_stride = tl.load(window_row + 1) * PIXEL_STRIDE
+    for half in tl.static_range(2):
+        exists = (g < columns) & (half < rows)
+        front, back = trade_sectors(upper_sums, half, on_odd)
+        upper = corner + half * row_stride
+        add_floats4(upper, front[0], front[1], front[2], front[3], exists)
+        add_floats4(upper + 8, back[0], back[1], back[2], back[3], exists)
+        exists = (g < columns) & (half + 2 < rows)
+        front, back = trade_sectors(lower_sums, half, on_odd)
+        lower = corner + (half + 2) * row_stride
+        add_floats4(lower, front[0], front[1], front[2], front[3], exists)
+        add_floats4(lower + 8, back[0], back[1], back[2], back[3], exists)
+
+
+@triton.jit(do_not_specialize=["num_queries", "batch_stride", "head_stride", "bound", "capacity", "programs", "colour"])
+def reduce_kernel(
+    bins,  # [L + 1, 3], see buckets.plan_kernel
+    windows,  # [bound, WINDOW_FIELDS], see there
+    starts,  # [B, M, bound + 1] int32
+    records,  # [B, M, capacity, 2] int32
+    grad_output,  # [B, Q, M, D], bfloat16 or float16
+    target,  # grad_value in float32, by its strides, zeroed
+    num_queries,
+    batch_stride,
+    head_stride,
+    bound,
+    capacity,
+    programs,  # of an item and head
+    colour,  # of the tiles to take; not read unless COLOURED
+    PIXEL_STRIDE: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    L: tl.constexpr,
+    COLOURED: tl.constexpr,
+):
+    """Adds bucket after bucket; COLOURED, tile after tile of one colour, the buckets of a tile in one run."""
+    CHUNKS: tl.constexpr = D // 32
+    program = tl.program_id(0) // CHUNKS
+    channel = tl.program_id(0) % CHUNKS * 32
+    plane = (program // programs).to(tl.int64)
+    item = plane // M
+    head = plane % M
+    starts += plane * (bound + 1)
+    records += plane * capacity * 2
+    grad_output += item * num_queries * (M * D) + head * D + channel
+    target += item * batch_stride + head * head_stride + channel
+    for bucket in range(program % programs, tl.load(bins + L * 3 + 2), programs):
+        window_row = windows + bucket * WINDOW_FIELDS
+        count = 1
+        if COLOURED:
+            count = tl.where(tl.load(window_row + 4) == colour, tl.load(window_row + 5), 0)
+        start = tl.load(starts + bucket)
+        size = tl.load(starts + bucket + count) - start
+        if size > 0:
+            reduce_run(records + start * 2, size, grad_output, window_row, target, PIXEL_STRIDE, M * D)

@@ -1,73 +1,54 @@
 """Which calls the Hopper path takes."""
 
 import torch
-from torch import Tensor
-from triton import knobs
 
-from msda_op.levels import HostShapes
+from msda_op.options import Options, Sizes
 
-_MAX_INT32 = 2**31 - 1
-MAX_QUERIES = 2**17
+CAPABILITY = (9, 0)
+DTYPES = (torch.bfloat16, torch.float16)
+HEAD_DIMS = (32, 64)
 MAX_LEVELS = 8
 MAX_POINTS = 16
-MAX_LEVEL_PIXELS = 2**24
-HEAD_DIMS = (32, 64)
-VALUE_LAYOUTS = ("BLNC", "BNLC")
+MAX_FUSED_QUADS = 4
+MAX_QUERIES = 2**17
+MAX_VALUE_LENGTH = 2**24
 
 
 def supports(
-    value: Tensor, spatial_shapes: HostShapes, samples: Tensor, *, fused: bool = False, value_layout: str = "BLNC"
+    sizes: Sizes, dtype: torch.dtype, options: Options, *, fused: bool, capability: tuple[int, int] | None
 ) -> str | None:
     """Tells why the Hopper path does not take a call; None where it does.
 
     Args:
-        value: `[B, S, M, D]`, or `[B, M, S, D]` for layout "BNLC".
-        spatial_shapes: L pairs (h, w).
-        samples: sampling locations or offsets `[B, Q, M, L, K, 2]`.
+        sizes: B, S, M, D, Q, L, K of the call.
+        dtype: dtype of `value`.
+        options: sampling conventions and layouts.
         fused: whether the call brings reference points, offsets and logits.
-        value_layout: "BLNC" or "BNLC".
+        capability: compute capability of the GPU; None for the interpreter.
 
     Notes:
-        Looks at shapes, dtypes and devices only. The bounds on h and w come from the 2 x 2 block that is clamped into a
-        level; on pixels of a level, from the float32 that numbers them; on Q, from the 17 bits of a record.
+        Looks at nothing in device memory. The bound on S comes from the float32 that numbers the pixels of a level, the
+        one on Q from the 17 bits of a record, and that of the fused form from its softmax over 16 lanes, which hold
+        four points of a level each.
     """
-    return (
-        _refuse_device(value.device)
-        or _refuse_value(value, value_layout)
-        or _refuse_samples(value, spatial_shapes, samples, fused)
+    quads = sizes.num_levels * -(-sizes.num_points // 4)
+    limits = (
+        (capability == CAPABILITY, f"a GPU of compute capability 9.0, got {capability}"),
+        (dtype in DTYPES, f"value in bfloat16 or float16, got {dtype}"),
+        (sizes.head_dim in HEAD_DIMS, f"D of {HEAD_DIMS}, got {sizes.head_dim}"),
+        (options.padding_mode == "zeros", f"padding_mode 'zeros', got {options.padding_mode!r}"),
+        (not options.align_corners, "align_corners False, got True"),
+        (
+            options.sampling_locations_layout == "BQHLP2",
+            f"sampling_locations_layout 'BQHLP2', got {options.sampling_locations_layout!r}",
+        ),
+        (sizes.num_levels <= MAX_LEVELS, f"L of at most {MAX_LEVELS}, got {sizes.num_levels}"),
+        (sizes.num_points <= MAX_POINTS, f"K of at most {MAX_POINTS}, got {sizes.num_points}"),
+        (
+            not fused or quads <= MAX_FUSED_QUADS,
+            f"L * ceil(K / 4) of at most {MAX_FUSED_QUADS} when fused, got {quads}",
+        ),
+        (sizes.num_queries <= MAX_QUERIES, f"Q of at most {MAX_QUERIES}, got {sizes.num_queries}"),
+        (sizes.value_length <= MAX_VALUE_LENGTH, f"S of at most {MAX_VALUE_LENGTH}, got {sizes.value_length}"),
     )
-
-
-def _refuse_device(device: torch.device) -> str | None:
-    if device.type == "cpu":
-        return None if knobs.runtime.interpret else "it runs on a GPU, or on the CPU in Triton's interpreter"
-    if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) != (9, 0):
-        return "it is made for NVIDIA GPUs of compute capability 9.0"
-    return None
-
-
-def _refuse_value(value: Tensor, value_layout: str) -> str | None:
-    if value_layout not in VALUE_LAYOUTS:
-        return f"value_layout must be one of {VALUE_LAYOUTS}, got {value_layout!r}"
-    if value.dtype not in (torch.bfloat16, torch.float16):
-        return f"value must be bfloat16 or float16, got {value.dtype}"
-    if value.shape[3] not in HEAD_DIMS:
-        return f"D must be one of {HEAD_DIMS}, got {value.shape[3]}"
-    return None
-
-
-def _refuse_samples(value: Tensor, spatial_shapes: HostShapes, samples: Tensor, fused: bool) -> str | None:
-    num_queries, num_levels, num_points = samples.shape[1], samples.shape[3], samples.shape[4]
-    if any(h < 2 or w < 2 for h, w in spatial_shapes):
-        return f"levels must have at least 2 rows and 2 columns, got {spatial_shapes}"
-    if any(h * w > MAX_LEVEL_PIXELS for h, w in spatial_shapes):
-        return f"levels must have at most {MAX_LEVEL_PIXELS} pixels, got {spatial_shapes}"
-    if num_levels > MAX_LEVELS or num_points > MAX_POINTS:
-        return f"L must be at most {MAX_LEVELS} and K at most {MAX_POINTS}, got L = {num_levels}, K = {num_points}"
-    if fused and num_levels * -(-num_points // 4) > 4:
-        return f"the fused form takes L * ceil(K / 4) of at most 4, got L = {num_levels}, K = {num_points}"
-    if num_queries > MAX_QUERIES:
-        return f"Q must be at most {MAX_QUERIES}, got {num_queries}"
-    if max(value.shape[1:].numel(), samples.shape[1:].numel()) > _MAX_INT32:
-        return f"value and samples must have at most {_MAX_INT32} elements in a batch item"
-    return None
+    return next((f"the Hopper kernels need {need}" for met, need in limits if not met), None)

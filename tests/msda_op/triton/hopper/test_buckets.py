@@ -1,83 +1,187 @@
 """Buckets: the plan covers each pixel, and records, read back, give every sample in the image exactly once."""
 
 from collections import Counter
+from itertools import accumulate
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from msda_op.triton.hopper import buckets, launch
-from msda_op.triton.hopper.buckets import BUCKET_TARGET, choose_splits, count_tiles, plan_buckets
-from parity.cases import Case, make_inputs
+from msda_op.triton.hopper.buckets import WINDOW_FIELDS, bound_buckets, expect_buckets
+from parity.cases import Case, OpInputs, make_inputs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SHAPES = ((9, 17), (5, 8), (2, 2))
-
-
-def test_windows_hold_every_two_by_two_block_of_their_tile() -> None:
-    plan = plan_buckets(SHAPES, (1, 2, 1), DEVICE)
-    windows, bins = plan.windows.tolist(), plan.bins.tolist()
-    assert plan.num_buckets == len(windows)
-    start = 0
-    for (height, width), (tiles, split_mask, first) in zip(SHAPES, bins, strict=True):
-        for top in range(height - 1):
-            for left in range(width - 1):
-                bucket = first + (top // 3 * tiles + left // 7) * (split_mask + 1)
-                for split in range(split_mask + 1):
-                    corner, row, columns, rows = windows[bucket + split]
-                    assert row == width
-                    window_top, window_left = divmod(corner - start, width)
-                    assert 0 <= top - window_top <= 2
-                    assert 0 <= left - window_left <= 6
-                    assert (columns, rows) == (width - window_left, height - window_top)
-        start += height * width
-
-
-def test_tiles_and_splits() -> None:
-    assert count_tiles(100, 167) == (33, 24)
-    assert count_tiles(2, 2) == (1, 1)
-    levels = ((100, 167), (50, 84), (25, 42), (13, 21))
-    assert choose_splits(levels, 22223, 4) == (1, 1, 4, 16)
-    assert choose_splits(((2, 2),), BUCKET_TARGET, 1) == (1,)
-    assert choose_splits(((2, 2),), 2 * BUCKET_TARGET, 1) == (2,)
-
 
 # NaN coordinates are cast to int and masked out, which numpy remarks on.
-@pytest.mark.filterwarnings("ignore:invalid value encountered")
-@pytest.mark.parametrize("placement", ["around", "far", "edges", "broken"])
-def test_records_give_back_every_sample_in_the_image_once(placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "BUCKET_TARGET", 4)  # so that tiles are split
-    case = Case("round trip", SHAPES, num_queries=7, head_dim=32, num_points=3, placement=placement)
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
+
+
+class Table(NamedTuple):
+    """Level sizes, first rows and length of a value that holds them."""
+
+    shapes: tuple[tuple[int, int], ...]
+    starts: tuple[int, ...]
+    length: int
+
+
+def packed(*shapes: tuple[int, int]) -> Table:
+    rows = [h * w for h, w in shapes]
+    return Table(shapes, tuple(accumulate(rows[:-1], initial=0)), sum(rows))
+
+
+TABLES = {
+    "uneven": packed((9, 17), (5, 8), (2, 2)),
+    "thin": packed((1, 30), (31, 1), (1, 1), (2, 100)),
+    "columns": packed((40, 1), (17, 1)),
+    "one row short of a tile": packed((3, 7), (4, 8), (5, 9)),
+    "last level first": Table(((9, 17), (5, 8), (2, 2)), (44, 4, 0), 197),
+    "gaps": Table(((5, 8), (9, 17)), (11, 60), 220),
+}
+
+
+def empty_call(table: Table, num_queries: int, num_points: int, dtype: torch.dtype = torch.int64) -> launch.Call:
+    """Returns a call whose level table has reached the device, all samples at the upper left corner."""
+    num_levels = len(table.shapes)
+    locations = torch.zeros(1, num_queries, 1, num_levels, num_points, 2, device=DEVICE)
+    value = torch.zeros(1, table.length, 1, 32, dtype=torch.bfloat16, device=DEVICE)
+    tables = (torch.tensor(table.shapes, device=DEVICE).to(dtype), torch.tensor(table.starts, device=DEVICE).to(dtype))
+    return launch.prepare_call(value, tables, locations, None, locations[..., 0].bfloat16(), "BLNC")
+
+
+def plan(call: launch.Call) -> launch.Buckets:
+    """Returns filled tables; what the kernels do not write stays -1."""
+    planned, counters = launch.allocate_buckets(call)
+    for tensor in (planned.bins, planned.windows, planned.starts, counters):
+        tensor.fill_(-1)
+    for each in launch.plan_launches(call, planned, counters):
+        each.run(call.value)
+    return planned
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_table_of_levels_joins_sizes_and_first_rows(dtype: torch.dtype) -> None:
+    for name in ("uneven", "last level first"):
+        table = TABLES[name]
+        expected = [[h, w, start] for (h, w), start in zip(table.shapes, table.starts, strict=True)]
+        assert empty_call(table, 1, 1, dtype).levels.tolist() == expected
+
+
+@pytest.mark.parametrize("num_queries", [1, 40, 700])
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_windows_hold_every_upper_left_pixel_of_their_tile(
+    table: Table, num_queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buckets, "BUCKET_LIMIT", 8)  # so that tiles are split
+    planned = plan(empty_call(table, num_queries, 2))
+    bins, windows = planned.bins.tolist(), planned.windows.tolist()
+    total = bins[-1][2]
+    assert 0 < total <= planned.bound
+    assert all(row == [-1] * WINDOW_FIELDS.value for row in windows[total:])
+    seen = set()
+    for (height, width), start, (tiles, split_mask, first), (_, _, end) in zip(
+        table.shapes, table.starts, bins[:-1], bins[1:], strict=True
+    ):
+        num_tiles = (end - first) // (split_mask + 1)
+        assert (split_mask + 1) & split_mask == 0
+        assert 2 * num_queries <= num_tiles * (split_mask + 1) * 8 + num_tiles  # an even spread fits
+        for top in range(max(height - 1, 1)):
+            for left in range(max(width - 1, 1)):
+                bucket = first + (top // 3 * tiles + left // 7) * (split_mask + 1)
+                for split in range(split_mask + 1):
+                    assert bucket + split < end
+                    corner, row, columns, rows, colour, splits = windows[bucket + split]
+                    window_top, window_left = divmod(corner - start, width)
+                    assert row == width
+                    assert (window_top, window_left) == (top // 3 * 3, left // 7 * 7)
+                    assert (columns, rows) == (width - window_left, height - window_top)
+                    assert colour == top // 3 % 2 * 2 + left // 7 % 2
+                    assert splits == (split_mask + 1 if split == 0 else 0)
+                    seen.add(bucket + split)
+    assert seen == set(range(total))
+
+
+@pytest.mark.parametrize("num_samples", [0, 1, 10**3, 10**5])
+def test_no_shape_has_more_buckets_than_the_bound(num_samples: int) -> None:
+    def count(height: int, width: int) -> int:
+        tiles = max(-(-(height - 1) // 3), 1) * max(-(-(width - 1) // 7), 1)
+        splits = 1
+        while -(-num_samples // tiles) > splits * buckets.BUCKET_LIMIT:
+            splits *= 2
+        return tiles * splits
+
+    for height in (*range(1, 30), 500):
+        for width in (*range(1, 30), 500):
+            assert count(height, width) <= bound_buckets(height * width, 1, num_samples), (height, width)
+    encoder = ((100, 167), (50, 84), (25, 42), (13, 21))
+    ordinary = sum(count(*shape) for shape in encoder)
+    expected = expect_buckets(22223, 4, 4 * num_samples)
+    assert ordinary / 2 <= expected <= 2 * ordinary
+
+
+def test_splits_of_an_encoder() -> None:
+    table = packed((100, 167), (50, 84), (25, 42), (13, 21))
+    call = empty_call(table, 1, 4)
+    call = call._replace(sizes=call.sizes._replace(num_queries=22223))
+    planned, counters = launch.allocate_buckets(call)
+    launch.plan_launches(call, planned, counters)[0].run(call.value)
+    assert planned.bins[:, 1].tolist()[:4] == [0, 0, 3, 15]
+    assert planned.bins[-1, 2] == 33 * 24 + 17 * 12 + 8 * 6 * 4 + 4 * 3 * 16
+    assert 36 * planned.bound < 2**19  # bytes of counters and starts of an item and head
+
+
+@pytest.mark.parametrize(
+    ("placement", "programs"), [("around", 1), ("around", 1000), ("far", 1000), ("edges", 1000), ("broken", 1000)]
+)
+@pytest.mark.parametrize("name", ["uneven", "last level first", "gaps"])
+def test_records_give_back_every_sample_in_the_image_once(
+    name: str, placement: str, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = TABLES[name]
+    monkeypatch.setattr(buckets, "BUCKET_LIMIT", 4)  # so that tiles are split
+    monkeypatch.setattr(buckets, "expect_buckets", lambda *sizes: programs)
+    case = Case("round trip", table.shapes, num_queries=7, head_dim=32, num_points=3, placement=placement)
     inputs = make_inputs(case, torch.bfloat16, DEVICE, seed=0)
-    call = launch.prepare_call(inputs.value, SHAPES, inputs.sampling_locations, None, inputs.attention_weights, "BLNC")
-    filled = launch._fill_starts(call)
-    assert max(choose_splits(SHAPES, 7, 3)) > 1
-    launch._run_main(call, inputs.grad_output, launch.Wanted(None, None, None), None, filled)
-
-    ends = filled.counters[..., 0]
-    assert torch.equal(filled.starts[:, 1:], ends[:, :-1])  # no gap, and no bucket runs into the next
+    value = inputs.value.new_zeros(case.batch, table.length, case.num_heads, 32)
+    tables = (torch.tensor(table.shapes, device=DEVICE), torch.tensor(table.starts, device=DEVICE))
+    call = launch.prepare_call(value, tables, inputs.sampling_locations, None, inputs.attention_weights, "BLNC")
+    filled, counters = launch.allocate_buckets(call)
+    for each in launch.plan_launches(call, filled, counters):
+        each.run(value)
+    nothing = launch.Wanted(None, None, None)
+    launch.main_launch(call, inputs.grad_output, nothing, None, filled, counters).run(value)
+    total = int(filled.bins[-1, 2])
+    assert torch.equal(filled.starts[:, 1 : total + 1], counters[:, :total, 0])  # no gap, none runs into the next
     for plane in range(case.batch * case.num_heads):
-        item, head = divmod(plane, case.num_heads)
-        actual = Counter()
-        for bucket in range(filled.plan.num_buckets):
-            first_row, width, _, _ = filled.plan.windows[bucket].tolist()
-            for place in range(filled.starts[plane, bucket], ends[plane, bucket]):
-                word0, word1 = (word & 0xFFFFFFFF for word in filled.records[plane, place].tolist())
-                x, y = (word0 >> 16) / 2048 - 1, (word1 & 0x7FFF) / 2048 - 1
-                level = sum(first_row >= start for start in (0, 153, 193)) - 1
-                top, left = divmod(first_row - (0, 153, 193)[level], width)
-                actual[level, word1 >> 15, round(8 * (left + x)), round(8 * (top + y)), word0 & 0xFFFF] += 1
-        assert actual == expected_samples(inputs, item, head)
+        assert read_records(filled, plane, table) == expected_samples(inputs, *divmod(plane, case.num_heads))
 
 
-def expected_samples(inputs, item: int, head: int) -> Counter:
-    """Counts (level, query, x and y in eighths of a pixel, bits of the weight) of the samples that reach the image."""
+def read_records(filled: launch.Buckets, plane: int, table: Table) -> Counter:
+    """Counts (level, query, x and y in eighths of a pixel, bits of the weight) of the records of an item and head."""
+    found = Counter()
+    firsts = filled.bins[:, 2].tolist()
+    for bucket in range(firsts[-1]):
+        level = sum(bucket >= first for first in firsts) - 1
+        first_row, width, *_ = filled.windows[bucket].tolist()
+        top, left = divmod(first_row - table.starts[level], width)
+        for place in range(filled.starts[plane, bucket], filled.starts[plane, bucket + 1]):
+            word0, word1 = (word & 0xFFFFFFFF for word in filled.records[plane, place].tolist())
+            x, y = (word0 >> 16) / 2048 - 1, (word1 & 0x7FFF) / 2048 - 1
+            found[level, word1 >> 15, round(8 * (left + x)), round(8 * (top + y)), word0 & 0xFFFF] += 1
+    return found
+
+
+def expected_samples(inputs: OpInputs, item: int, head: int) -> Counter:
+    """Counts the same of the samples that reach the image."""
     expected = Counter()
-    for level, (height, width) in enumerate(SHAPES):
+    for level, (height, width) in enumerate(inputs.spatial_shapes):
         for query in range(inputs.sampling_locations.shape[1]):
             for point in range(inputs.sampling_locations.shape[4]):
                 x, y = inputs.sampling_locations[item, query, head, level, point].double().tolist()
                 x, y = x * width - 0.5, y * height - 0.5
                 if -1 < x < width and -1 < y < height:
-                    weight = inputs.attention_weights[item, query, head, level, point].half().view(torch.int16).item()
-                    expected[level, query, round(8 * x), round(8 * y), weight & 0xFFFF] += 1
+                    weight: Tensor = inputs.attention_weights[item, query, head, level, point]
+                    bits = weight.half().view(torch.int16).item() & 0xFFFF
+                    expected[level, query, round(8 * x), round(8 * y), bits] += 1
     return expected

@@ -16,8 +16,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from msda_op.triton.hopper.backward import backward_kernel
-from msda_op.triton.hopper.buckets import count_kernel, scan_kernel
-from msda_op.triton.hopper.deterministic import combine_kernel, sort_kernel
+from msda_op.triton.hopper.buckets import count_kernel, level_kernel, plan_kernel, scan_kernel
+from msda_op.triton.hopper.deterministic import sort_kernel
 from msda_op.triton.hopper.forward import forward_kernel
 from msda_op.triton.hopper.reduce import reduce_kernel
 from msda_op.triton.hopper.tuning import LAUNCH_SHAPES
@@ -28,6 +28,7 @@ report = {}
 
 def compile_kernel(name, kernel, types, warps=1, registers=None, **constants):
     integers = ("num_queries", "batch_stride", "head_stride", "num_buckets", "capacity")
+    integers += ("bound", "programs", "colour", "level_samples")
     tables = ("levels", "bins", "windows", "counters", "starts", "records")
     types = dict.fromkeys(integers, "i32") | dict.fromkeys(tables, "*i32") | {"places": "*fp32"} | types
     signature = {name: types.get(name) or "constexpr" for name in kernel.arg_names}
@@ -77,12 +78,12 @@ for dtype, reference, regime in calls:
     compile_kernel(name, backward_kernel, types, shape.warps, shape.registers, SCATTER=scatter, **launch)
 for dtype in ("bf16", "fp16"):
     types = {"grad_output": "*" + dtype, "target": "*fp32"}
-    for atomic in (True, False):
-        compile_kernel(f"reduce {dtype} {atomic}", reduce_kernel, types, ATOMIC=atomic, **sizes)
-    combined = {"windows": "*fp32", "grad_value": "*" + dtype}
-    compile_kernel("combine " + dtype, combine_kernel, combined, 4, BLOCK=32, **sizes)
-compile_kernel("scan", scan_kernel, {}, 4, BLOCK=1024)
-compile_kernel("sort", sort_kernel, {"records": "*i64"}, BLOCK=512)
+    for coloured in (True, False):
+        compile_kernel(f"reduce {dtype} {coloured}", reduce_kernel, types, COLOURED=coloured, **sizes)
+compile_kernel("level", level_kernel, {"spatial_shapes": "*i64", "level_start_index": "*i64"}, **sizes)
+compile_kernel("plan", plan_kernel, {}, 2, LIMIT=768, BLOCK=64, **sizes)
+compile_kernel("scan", scan_kernel, {}, 4, BLOCK=1024, **sizes)
+compile_kernel("sort", sort_kernel, {"records": "*i64"}, BLOCK=512, **sizes)
 print(json.dumps(report))
 """
 
@@ -113,7 +114,7 @@ def test_atomics_are_native_relaxed_and_wide(report: dict[str, dict]) -> None:
         atomics = set(re.findall(r"\b(?:atom|red)\.[\w.:]*(?:add|cas|exch)[\w.]*", kernel["ptx"]))
         assert all("relaxed" in atomic for atomic in atomics), name
         floats = {atomic for atomic in atomics if "f32" in atomic}
-        adds_rows = name.startswith("atomics") or (name.startswith("reduce") and name.endswith("True"))
+        adds_rows = name.startswith(("atomics", "reduce"))
         assert floats == ({"red.relaxed.gpu.global.add.v4.f32"} if adds_rows else set()), name
         counts = name.startswith(("records", "count"))
         assert {atomic.rsplit(".", 1)[-1] for atomic in atomics - floats} <= ({"s32", "u32"} if counts else set()), name

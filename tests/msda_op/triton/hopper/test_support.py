@@ -3,58 +3,53 @@
 import pytest
 import torch
 
+from msda_op.options import DEFAULT_OPTIONS, Options, Sizes
 from msda_op.triton.hopper import supports
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SIZES = Sizes(batch=4, value_length=100, num_heads=8, head_dim=32, num_queries=30, num_levels=4, num_points=4)
 
 
-def ask(
-    shapes=((4, 5), (2, 2)), dtype=torch.bfloat16, head_dim=32, num_queries=3, num_points=4, fused=False, layout="BLNC"
-) -> str | None:
-    value = torch.empty(1, 1, 1, 1, dtype=dtype, device=DEVICE).expand(2, sum(h * w for h, w in shapes), 2, head_dim)
-    samples = torch.empty(1, 1, 1, 1, 1, 1, device=DEVICE).expand(2, num_queries, 2, len(shapes), num_points, 2)
-    return supports(value, shapes, samples, fused=fused, value_layout=layout)
+def ask(dtype=torch.bfloat16, options=DEFAULT_OPTIONS, fused=False, capability=(9, 0), **sizes) -> str | None:
+    return supports(SIZES._replace(**sizes), dtype, options, fused=fused, capability=capability)
 
 
 @pytest.mark.parametrize(
-    "options",
+    "call",
     [
         {},
         {"dtype": torch.float16, "head_dim": 64},
-        {"layout": "BNLC"},
-        {"shapes": ((2, 2),) * 8, "num_points": 16},
-        {"shapes": ((4, 5),) * 4, "fused": True},
-        {"shapes": ((4, 5),), "num_points": 16, "fused": True},
+        {"options": Options(value_layout="BNLC")},
+        {"num_levels": 8, "num_points": 16},
+        {"fused": True},
+        {"num_levels": 1, "num_points": 16, "fused": True},
         {"num_queries": 2**17},
+        {"num_queries": 0, "batch": 0},
     ],
     ids=str,
 )
-def test_supported(options: dict) -> None:
-    assert ask(**options) is None
+def test_supported(call: dict) -> None:
+    assert ask(**call) is None
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
+    ("call", "reason"),
     [
-        ({"dtype": torch.float32}, "bfloat16 or float16"),
-        ({"head_dim": 48}, "D must"),
-        ({"layout": "BCLN"}, "value_layout"),
-        ({"shapes": ((4, 5), (1, 7))}, "2 rows"),
-        ({"shapes": ((6, 1),)}, "2 columns"),
-        ({"shapes": ((4097, 4097),)}, "pixels"),
-        ({"shapes": ((2, 2),) * 9}, "L must"),
-        ({"num_points": 17}, "K at most"),
-        ({"shapes": ((4, 5),) * 5, "fused": True}, "fused"),
-        ({"num_points": 9, "fused": True}, "fused"),
-        ({"num_queries": 2**17 + 1}, "Q must"),
+        ({"dtype": torch.float64}, "got torch.float64"),
+        ({"head_dim": 48}, "D of"),
+        ({"options": Options("border")}, "'border'"),
+        ({"options": Options(align_corners=True)}, "align_corners"),
+        ({"options": Options(sampling_locations_layout="B2QHLP")}, "'B2QHLP'"),
+        ({"num_levels": 9}, "L of at most"),
+        ({"num_points": 17}, "K of at most"),
+        ({"num_levels": 5, "fused": True}, "when fused"),
+        ({"num_levels": 2, "num_points": 9, "fused": True}, "when fused"),
+        ({"num_queries": 2**17 + 1}, "Q of at most"),
+        ({"value_length": 2**24 + 1}, "S of at most"),
+        ({"capability": (8, 0)}, "(8, 0)"),
+        ({"capability": (10, 0)}, "(10, 0)"),
+        ({"capability": None}, "9.0"),
     ],
     ids=str,
 )
-def test_refused(options: dict, reason: str) -> None:
-    assert reason in (ask(**options) or "")
-
-
-def test_devices_without_the_kernels_are_refused() -> None:
-    value = torch.empty(2, 20, 2, 32, dtype=torch.bfloat16, device="meta")
-    samples = torch.empty(2, 3, 2, 1, 4, 2, device="meta")
-    assert "capability 9.0" in (supports(value, ((4, 5),), samples) or "")
+def test_refused(call: dict, reason: str) -> None:
+    assert reason in (ask(**call) or "")

@@ -1,0 +1,142 @@
+"""The public op reaches the Hopper kernels, and they answer as the reference does: 2x / 3x rule, memory full of NaN."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from msda_op import fused_ms_deform_attn, ms_deform_attn, ms_deform_attn_backward
+from msda_op.triton import hopper, launch
+from msda_op.triton.hopper import tuning
+from parity.cases import INPUT_NAMES, Case, make_inputs
+from parity.comparisons import compare_op, evaluate
+from parity.fused import FUSED_INPUT_NAMES, compare_fused, evaluate_fused, make_fused_inputs
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CASE = Case("small", ((6, 9), (3, 5)), num_queries=5, head_dim=32, num_points=3)
+
+pytestmark = [
+    pytest.mark.usefixtures("hopper_kernels", "poisoned_memory"),
+    pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered"),
+]
+
+
+@pytest.fixture(params=["atomics", "records", "deterministic"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """Arguments of the op that take one of the three ways to the gradient of value, whatever the size."""
+    monkeypatch.setattr(tuning, "_MIN_RECORDS", 0 if request.param == "records" else 10**9)
+    return {"deterministic": request.param == "deterministic"}
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of the functions of the Hopper path that a test has reached; there must be some."""
+    reached: list[str] = []
+
+    def record(name: str, *args, **kwargs) -> Tensor:
+        reached.append(name)
+        return originals[name](*args, **kwargs)
+
+    names = ("forward", "fused_forward", "backward", "fused_backward")
+    originals = {name: getattr(hopper, name) for name in names}
+    for name in names:
+        monkeypatch.setattr(hopper, name, partial(record, name))
+    yield reached
+    assert reached
+
+
+def test_plain_op(way: dict, calls: list[str]) -> None:
+    def op(value: Tensor, shapes, locations: Tensor, weights: Tensor) -> Tensor:
+        return ms_deform_attn(value, shapes, None, locations, weights, backend="triton", **way)
+
+    results = compare_op(op, make_inputs(CASE, torch.bfloat16, DEVICE, seed=0), INPUT_NAMES)
+    assert [result for result in results if not result.passed] == []
+    assert calls == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("num_coordinates", [2, 4])
+def test_fused_op(num_coordinates: int, way: dict, calls: list[str]) -> None:
+    op = partial(fused_ms_deform_attn, backend="triton", **way)
+    inputs = make_fused_inputs(CASE, torch.bfloat16, DEVICE, 0, num_coordinates)
+    results = compare_fused(op, inputs, FUSED_INPUT_NAMES)
+    assert [result for result in results if not result.passed] == []
+    assert calls == ["fused_forward", "fused_backward"]
+
+
+@pytest.mark.parametrize("placement", ["far", "broken"])
+def test_fused_op_with_boxes_at_offsets_outside(placement: str) -> None:
+    case = Case("outside", CASE.spatial_shapes, num_queries=3, head_dim=32, num_points=2, placement=placement)
+    op = partial(fused_ms_deform_attn, deterministic=False, backend="triton")
+    inputs = make_fused_inputs(case, torch.bfloat16, DEVICE, 0, 4)
+    results = compare_fused(op, inputs, FUSED_INPUT_NAMES)
+    failed = {result.name for result in results if not result.passed}
+    # PyTorch multiplies zero gradients by infinite offsets; here samples without gradient count as zero.
+    assert failed == ({"reference_points"} if placement == "broken" else set())
+    assert evaluate_fused(op, inputs, ("reference_points",))["reference_points"].isfinite().all()
+
+
+def test_half_accumulation_takes_tiles_backward(calls: list[str]) -> None:
+    inputs = make_inputs(CASE, torch.float16, DEVICE, seed=0)  # no bfloat16 atomics in the interpreter
+
+    def op(value: Tensor, shapes, locations: Tensor, weights: Tensor) -> Tensor:
+        return ms_deform_attn(
+            value, shapes, None, locations, weights, fp32_grad_accum=False, deterministic=False, backend="triton"
+        )
+
+    evaluate(op, inputs, INPUT_NAMES)
+    assert calls == ["forward"]
+
+
+def test_levels_in_any_order_with_gaps_between() -> None:
+    """Rows of value that no level holds neither count nor get a gradient."""
+    case = Case("two levels", ((4, 5), (3, 9)), num_queries=4, head_dim=32)
+    inputs = make_inputs(case, torch.bfloat16, DEVICE, seed=0)
+    first, second = inputs.value.split((20, 27), dim=1)
+    gap = torch.full_like(first[:, :7], torch.nan)
+    spread = torch.cat((gap, second, gap, first), dim=1)
+    shapes, starts = torch.tensor(case.spatial_shapes, device=DEVICE), torch.tensor((41, 7), device=DEVICE)
+    rest = (shapes, inputs.sampling_locations, inputs.attention_weights)
+    packed = torch.tensor((0, 20), device=DEVICE)
+    output = hopper.forward(spread, *rest, level_start_index=starts)
+    assert torch.equal(output, hopper.forward(inputs.value, *rest, level_start_index=packed))
+    for deterministic in (False, True):
+        expected, *others = hopper.backward(
+            inputs.grad_output, inputs.value, *rest, level_start_index=packed, deterministic=deterministic
+        )
+        actual, *same = hopper.backward(
+            inputs.grad_output, spread, *rest, level_start_index=starts, deterministic=deterministic
+        )
+        grad_before, grad_second, grad_between, grad_first = actual.split((7, 27, 7, 20), dim=1)
+        assert not grad_before.any()
+        assert not grad_between.any()
+        torch.testing.assert_close(torch.cat((grad_first, grad_second), dim=1), expected, rtol=1e-2, atol=1e-2)
+        assert all(torch.equal(*pair) for pair in zip(same, others, strict=True))
+
+
+def test_gradients_add_to_one_buffer(way: dict, monkeypatch: pytest.MonkeyPatch, calls: list[str]) -> None:
+    inputs = make_inputs(CASE, torch.bfloat16, DEVICE, seed=0)
+    runs = []
+    monkeypatch.setattr(launch, "run_backward", lambda *args: runs.append(args) or hopper.launch.run_backward(*args))
+    rest = (inputs.value, inputs.spatial_shapes, None, inputs.sampling_locations, inputs.attention_weights)
+    buffer = torch.ones(1, *inputs.value.shape, device=DEVICE)
+    keywords = {"backend": "triton", **way}
+    fresh = ms_deform_attn_backward(inputs.grad_output.float(), *rest, **keywords)
+    added = ms_deform_attn_backward(inputs.grad_output.float(), *rest, grad_value_buffer=buffer, **keywords)
+    assert len(runs) == 2
+    torch.testing.assert_close(buffer[0] - 1, fresh.value.float(), rtol=1e-2, atol=1e-4)
+    assert torch.equal(added.sampling_locations, fresh.sampling_locations)
+    assert torch.equal(added.attention_weights, fresh.attention_weights)
+    calls.append("by their launches")
+
+
+def test_deterministic_gradients_have_equal_bits_in_every_order_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_inputs(CASE, torch.bfloat16, DEVICE, seed=0)
+    rest = (inputs.value, inputs.spatial_shapes, None, inputs.sampling_locations, inputs.attention_weights)
+    first = ms_deform_attn_backward(inputs.grad_output, *rest, deterministic=True, backend="triton").value
+    monkeypatch.setattr(hopper.buckets, "expect_buckets", lambda *sizes: 1)  # a program takes all buckets in turn
+    again = ms_deform_attn_backward(inputs.grad_output, *rest, deterministic=True, backend="triton").value
+    assert torch.equal(first, again)
+    ms_deform_attn(*rest, backend="triton")
