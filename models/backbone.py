@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -45,6 +46,7 @@ class ResNetBackbone(nn.Module):
         finest_stride: int,
         num_feature_levels: int,
         channels_last: bool,
+        fold_norms: bool,
     ) -> None:
         """Creates the network and loads its weights.
 
@@ -59,6 +61,8 @@ class ResNetBackbone(nn.Module):
                 finest_stride allows.
             channels_last: whether images, features and kernels lie in memory channel by channel of a pixel, as the
                 convolutions of tensor cores want them; the results agree up to rounding.
+            fold_norms: whether convolutions apply the frozen norms behind them, see `folding_norms`; the results agree
+                up to rounding.
 
         Raises:
             ValueError: on an unknown word, an impossible combination, or weights that do not fit the network.
@@ -88,6 +92,7 @@ class ResNetBackbone(nn.Module):
         if weights != "none" or norm == "frozen":
             for stage in FROZEN_STAGES:
                 self.body.get_submodule(stage).requires_grad_(False)
+        self.fold_norms = fold_norms
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.body.to(memory_format=self.memory_format)
 
@@ -102,7 +107,7 @@ class ResNetBackbone(nn.Module):
         """
         features = images.contiguous(memory_format=self.memory_format)
         outputs = []
-        with folding_norms(self.body), casting_weights(self.body):
+        with folding_norms(self.body) if self.fold_norms else nullcontext(), casting_weights(self.body):
             for key, child in self.body.named_children():
                 features = child(features)
                 if key in self.stages:

@@ -68,7 +68,7 @@ def generalized_box_iou(boxes_cxcywh: Tensor, others_cxcywh: Tensor) -> Tensor:
     other_center, other_size = others_cxcywh.float().split(2, dim=-1)
     total = size + other_size
     overlap = torch.minimum(total / 2 - (center - other_center).abs(), torch.minimum(size, other_size))
-    intersection = _area(overlap)
+    intersection = _area(overlap.clamp(min=0))
     union = (_area(size) + _area(other_size) - intersection).clamp(min=MIN_AREA)
     hull = _area(total - overlap).clamp(min=MIN_AREA)
     return intersection / union - (hull - union) / hull
@@ -96,11 +96,11 @@ def inverse_sigmoid(probability: Tensor, eps: float) -> Tensor:
 def _intersection_and_union(boxes_xyxy: Tensor, others_xyxy: Tensor) -> tuple[Tensor, Tensor]:
     start = torch.maximum(boxes_xyxy[..., :2], others_xyxy[..., :2])
     end = torch.minimum(boxes_xyxy[..., 2:], others_xyxy[..., 2:])
-    intersection = _area(end - start)
+    intersection = _area((end - start).clamp(min=0))
     areas = _area(boxes_xyxy[..., 2:] - boxes_xyxy[..., :2]) + _area(others_xyxy[..., 2:] - others_xyxy[..., :2])
     return intersection, (areas - intersection).clamp(min=MIN_AREA)
 
 
 def _area(sizes: Tensor) -> Tensor:
-    width, height = sizes.clamp(min=0).unbind(-1)
+    width, height = sizes.unbind(-1)
     return width * height

@@ -8,7 +8,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models.boxes import inverse_sigmoid
+from models.layers.feed_forward import relu_dropout
 from models.layers.ms_deform_attn import MSDeformAttn
+from models.layers.residual_norm import ResidualNorm
+from models.layers.self_attention import SelfAttention
 from models.proposals import embed_boxes
 from models.structures import FeatureLevels
 from models.weight_casts import casting_weights
@@ -52,16 +55,13 @@ class DeformableDecoderLayer(nn.Module):
             backend=backend,
             fused=fused,
         )
-        self.dropout1 = nn.Dropout(dropout)
-        self.norm1 = nn.LayerNorm(d_model)
-        self.self_attn = nn.MultiheadAttention(d_model, num_heads, dropout=dropout, batch_first=True)
-        self.dropout2 = nn.Dropout(dropout)
-        self.norm2 = nn.LayerNorm(d_model)
+        self.dropout = dropout
+        self.norm1 = ResidualNorm(d_model, dropout=dropout)
+        self.self_attn = SelfAttention(d_model=d_model, num_heads=num_heads, dropout=dropout)
+        self.norm2 = ResidualNorm(d_model, dropout=dropout)
         self.linear1 = nn.Linear(d_model, dim_feedforward)
-        self.dropout3 = nn.Dropout(dropout)
         self.linear2 = nn.Linear(dim_feedforward, d_model)
-        self.dropout4 = nn.Dropout(dropout)
-        self.norm3 = nn.LayerNorm(d_model)
+        self.norm3 = ResidualNorm(d_model, dropout=dropout)
 
     def forward(
         self,
@@ -76,7 +76,7 @@ class DeformableDecoderLayer(nn.Module):
 
         Args:
             query: float [B, Q, C], content of the queries.
-            query_pos: float [B, Q, C], position of the queries.
+            query_pos: float [B, Q, C], position of the queries, in the dtype of the memory.
             reference_points: float32 [B, Q, L, 2 or 4]; 0..1 spans the padded level.
             memory: float [B, S, C], output of the encoder.
             levels: padding and shapes of the levels; its features are not read.
@@ -84,17 +84,20 @@ class DeformableDecoderLayer(nn.Module):
                 all see all.
 
         Returns:
-            float [B, Q, C].
+            [B, Q, C] in the dtype of the query: heads read it, and do so in float32.
+
+        Notes:
+            In between, the queries have the dtype of the memory, which is that of the products.
         """
-        positioned = query + query_pos
-        attended, _ = self.self_attn(positioned, positioned, query, need_weights=False, attn_mask=attention_mask)
-        query = self.norm2(query + self.dropout2(attended))
+        content, dtype = query.to(memory.dtype), memory.dtype
+        attended = self.self_attn(content + query_pos, content, attention_mask)
+        updated = self.norm2(query, attended, dtype)
         sampled = self.cross_attn(
-            query + query_pos, reference_points, memory, levels.spatial_shapes, levels.padding_mask
+            updated + query_pos, reference_points, memory, levels.spatial_shapes, levels.padding_mask
         )
-        query = self.norm1(query + self.dropout1(sampled))
-        transformed = self.linear2(self.dropout3(self.linear1(query).relu()))
-        return self.norm3(query + self.dropout4(transformed))
+        updated = self.norm1(updated, sampled, dtype)
+        transformed = self.linear2(relu_dropout(self.linear1(updated), self.dropout, self.training))
+        return self.norm3(updated, transformed, query.dtype)
 
 
 class DeformableDecoder(nn.Module):
@@ -179,6 +182,7 @@ class DeformableDecoder(nn.Module):
         levels: FeatureLevels,
         attention_mask: Tensor | None,
     ) -> DecoderOutput:
+        query_pos = None if query_pos is None else query_pos.to(memory.dtype)
         hidden, boxes = [], []
         attached_points = reference_points
         for index, layer in enumerate(self.layers):

@@ -11,7 +11,7 @@ from models.encoder import DeformableEncoder, DeformableEncoderLayer
 from models.layers.ms_deform_attn import MSDeformAttn
 from models.proposals import embed_boxes, pixel_proposals
 from models.structures import EncoderProposals, FeatureLevels
-from models.weight_casts import casting_weights
+from models.weight_casts import autocast_dtype, casting_weights
 
 
 @dataclass(frozen=True)
@@ -142,10 +142,13 @@ class EncoderDecoder(nn.Module):
         Returns:
             The levels, and the encoder's output float [B, S, C].
         """
+        features = torch.cat([features.flatten(2).transpose(1, 2) for features in feature_maps], dim=1)
         embedded = zip(positions, self.level_embed, strict=True)
+        embedded = torch.cat([position.flatten(2).transpose(1, 2) + embed for position, embed in embedded], dim=1)
+        dtype = autocast_dtype(features.device) or features.dtype
         levels = FeatureLevels(
-            features=torch.cat([features.flatten(2).transpose(1, 2) for features in feature_maps], dim=1),
-            positions=torch.cat([position.flatten(2).transpose(1, 2) + embed for position, embed in embedded], dim=1),
+            features=features.to(dtype),
+            positions=embedded.to(dtype),
             padding_mask=torch.cat([mask.flatten(1) for mask in padding_masks], dim=1),
             spatial_shapes=tuple((features.shape[2], features.shape[3]) for features in feature_maps),
             valid_ratios=torch.stack([valid_ratio(mask) for mask in padding_masks], dim=1),

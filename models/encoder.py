@@ -4,7 +4,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from models.layers.feed_forward import relu_dropout
 from models.layers.ms_deform_attn import MSDeformAttn
+from models.layers.residual_norm import ResidualNorm
 from models.structures import FeatureLevels
 
 
@@ -33,13 +35,11 @@ class DeformableEncoderLayer(nn.Module):
             backend=backend,
             fused=fused,
         )
-        self.dropout1 = nn.Dropout(dropout)
-        self.norm1 = nn.LayerNorm(d_model)
+        self.dropout = dropout
+        self.norm1 = ResidualNorm(d_model, dropout=dropout)
         self.linear1 = nn.Linear(d_model, dim_feedforward)
-        self.dropout2 = nn.Dropout(dropout)
         self.linear2 = nn.Linear(dim_feedforward, d_model)
-        self.dropout3 = nn.Dropout(dropout)
-        self.norm2 = nn.LayerNorm(d_model)
+        self.norm2 = ResidualNorm(d_model, dropout=dropout)
 
     def forward(self, features: Tensor, reference_points: Tensor, levels: FeatureLevels) -> Tensor:
         """Updates the features.
@@ -50,14 +50,14 @@ class DeformableEncoderLayer(nn.Module):
             levels: positions, padding and shapes of the levels; its features are not read.
 
         Returns:
-            float [B, S, C].
+            float [B, S, C], in the dtype of the features.
         """
         attended = self.self_attn(
             features + levels.positions, reference_points, features, levels.spatial_shapes, levels.padding_mask
         )
-        features = self.norm1(features + self.dropout1(attended))
-        transformed = self.linear2(self.dropout2(self.linear1(features).relu()))
-        return self.norm2(features + self.dropout3(transformed))
+        features = self.norm1(features, attended, features.dtype)
+        transformed = self.linear2(relu_dropout(self.linear1(features), self.dropout, self.training))
+        return self.norm2(features, transformed, features.dtype)
 
 
 class DeformableEncoder(nn.Module):

@@ -116,8 +116,8 @@ class FeatureLevels:
     S is the sum of the levels' sizes h * w, L the number of levels, C the model's width.
 
     Attributes:
-        features: float [B, S, C].
-        positions: float32 [B, S, C], position encoding plus level embedding.
+        features: float [B, S, C], in the dtype of the products: under autocast, half precision.
+        positions: the same dtype [B, S, C], position encoding plus level embedding.
         padding_mask: bool [B, S], True = padding.
         spatial_shapes: L host pairs (h, w).
         valid_ratios: float32 [B, L, 2] (x, y), unpadded share of each level's width and height, in 0..1.

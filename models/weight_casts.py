@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-_CAST_BY_AUTOCAST = (nn.Linear, nn.Conv2d, nn.MultiheadAttention)
+from models.layers.self_attention import SelfAttention
+
+_CAST_BY_AUTOCAST = (nn.Linear, nn.Conv2d, SelfAttention)
 
 
 class Place(NamedTuple):

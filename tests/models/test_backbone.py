@@ -13,7 +13,11 @@ from models.layers.frozen_norm import FoldedBatchNorm2d
 
 def build(**overrides: Any) -> ResNetBackbone:
     settings: dict[str, Any] = {"name": "resnet18", "weights": "none", "norm": "batch", "dilation": False}
-    return ResNetBackbone(**settings | {"finest_stride": 8, "num_feature_levels": 4, "channels_last": True} | overrides)
+    return ResNetBackbone(
+        **settings
+        | {"finest_stride": 8, "num_feature_levels": 4, "channels_last": True, "fold_norms": True}
+        | overrides
+    )
 
 
 def trainable(backbone: ResNetBackbone) -> set[str]:

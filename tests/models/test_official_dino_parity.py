@@ -64,7 +64,8 @@ def build_model(settings: dict[str, Any]) -> Dino:
             norm="frozen",
             dilation=False,
             finest_stride=4 if levels == 5 else 8,
-            channels_last=True,
+            channels_last=False,
+            fold_norms=False,  # as the official code computes: the same bits, and so the same sides of every ReLU
             num_feature_levels=levels,
         ),
         position_encoding=SinePositionEncoding(channels=256, temperature=20, offset=0.0),

@@ -63,7 +63,8 @@ def build_model(settings: dict[str, Any]) -> DeformableDetr:
             norm="frozen",
             dilation=settings.get("dilation", False),
             finest_stride=8,
-            channels_last=True,
+            channels_last=False,
+            fold_norms=False,  # as the official code computes: the same bits, and so the same sides of every ReLU
             num_feature_levels=levels,
         ),
         position_encoding=SinePositionEncoding(channels=256, temperature=10000, offset=-0.5),
