@@ -1,0 +1,69 @@
+"""AOTInductor: compiled programs that run without Python's view of the detector, kernels of the op inside."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models.export.buckets import Size
+from models.export.certificate import Program
+from models.export.inference import InferenceModule
+from models.export.programs import StaticProgram, choose_device, example_inputs, program_name
+from models.export.recipe import Precision, Source
+
+
+class AotiFormat:
+    """Writes one `.pt2` package a bucket; `torch._inductor.aoti_load_package` loads it without this project's code."""
+
+    name = "aoti"
+    needs_equality = False
+
+    def __init__(self, *, device: str, inductor: dict[str, Any]) -> None:
+        """Chooses where the programs run.
+
+        Args:
+            device: "cuda", "cpu", or "auto" for a GPU where there is one.
+            inductor: options of Inductor by their full names.
+
+        Raises:
+            ValueError: if the device is not there.
+        """
+        self.device = choose_device(device)
+        self.settings: dict[str, Any] = {"inductor": dict(inductor)}
+
+    def check(self, precision: Precision, backend: str) -> None:
+        """Refuses what the format cannot hold.
+
+        Raises:
+            ValueError: if the op cannot be compiled for the device.
+        """
+        if backend == "cuda" or (self.device.type == "cpu" and backend == "triton"):
+            raise ValueError(
+                f"op must be triton or reference on a GPU and reference on a CPU for AOTInductor, got {backend} on "
+                f"{self.device.type}; set op=reference or leave it out"
+            )
+        if self.device.type == "cpu" and precision.dtype == torch.float16:
+            raise ValueError("precision must be fp32 or bf16 on a CPU, got fp16; set another or export on a GPU")
+
+    def write(
+        self, source: Source, module: InferenceModule, buckets: tuple[Size, ...], batch_size: int, folder: Path
+    ) -> dict[Size, Program]:
+        """Compiles the programs and loads them again; see `models.export.build.Format`."""
+        for bucket in buckets:
+            exported = torch.export.export(module, example_inputs(bucket, batch_size, self.device), strict=False)
+            torch._inductor.aoti_compile_and_package(
+                exported,
+                package_path=str(folder / program_name(bucket, self.name)),
+                inductor_configs=self.settings["inductor"],
+            )
+        return load_programs(folder, buckets, batch_size)
+
+
+def load_programs(folder: Path, buckets: tuple[Size, ...], batch_size: int) -> dict[Size, Program]:
+    """Loads the packages of an artefact."""
+    return {
+        bucket: StaticProgram(
+            torch._inductor.aoti_load_package(str(folder / program_name(bucket, AotiFormat.name))), bucket, batch_size
+        )
+        for bucket in buckets
+    }

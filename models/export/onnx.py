@@ -1,0 +1,105 @@
+"""ONNX: the detector through the reference op, for onnxruntime and whatever else reads it."""
+
+import logging
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.export.buckets import Size
+from models.export.certificate import Program
+from models.export.inference import INPUT_NAMES, OUTPUT_NAMES, InferenceModule, Outputs
+from models.export.programs import StaticProgram, example_inputs, program_name
+from models.export.recipe import Precision, Source
+
+FIRST_OPSET = 16
+"""The first one that has GridSample."""
+
+
+class OnnxFormat:
+    """Writes one `.onnx` file a bucket, for float32 on a CPU."""
+
+    name = "onnx"
+    needs_equality = False
+    device = torch.device("cpu")
+
+    def __init__(self, *, opset: int) -> None:
+        """Chooses the operators.
+
+        Raises:
+            ValueError: if the opset has no GridSample.
+        """
+        if opset < FIRST_OPSET:
+            raise ValueError(f"opset must be at least {FIRST_OPSET}, got {opset}; earlier ones have no GridSample")
+        self.settings: dict[str, Any] = {"opset": opset}
+
+    def check(self, precision: Precision, backend: str) -> None:
+        """Refuses what the format cannot hold.
+
+        Raises:
+            ValueError: if precision or op do not fit, or a package is missing.
+        """
+        if precision.dtype != torch.float32:
+            raise ValueError(f"precision must be fp32 for ONNX, got {precision.dtype}; set precision=fp32")
+        if backend != "reference":
+            raise ValueError(f"op must be reference for ONNX, which has no Triton kernels, got {backend}; leave it out")
+        missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
+        if missing:
+            raise ValueError(f"packages must be installed, got no {', '.join(missing)}; pip install -e .[export]")
+
+    def write(
+        self, source: Source, module: InferenceModule, buckets: tuple[Size, ...], batch_size: int, folder: Path
+    ) -> dict[Size, Program]:
+        """Writes the programs and loads them again; see `models.export.build.Format`."""
+        for name in ("onnxscript", "onnx_ir"):
+            logging.getLogger(name).setLevel(logging.WARNING)  # they report every pass over the graph
+        for bucket in buckets:
+            example = example_inputs(bucket, batch_size, self.device)
+            program = torch.onnx.export(
+                torch.export.export(module, example, strict=False),
+                dynamo=True,
+                opset_version=self.settings["opset"],
+                input_names=list(INPUT_NAMES),
+                output_names=list(OUTPUT_NAMES),
+                optimize=False,  # onnxruntime optimises when it loads; the exporter's pass loses a node of DINO
+                verbose=False,
+            )
+            assert program is not None, "torch.onnx.export returns a program unless it is given a file"
+            program.save(folder / program_name(bucket, self.name), external_data=False)
+        return load_programs(folder, buckets, batch_size)
+
+
+def load_programs(folder: Path, buckets: tuple[Size, ...], batch_size: int) -> dict[Size, Program]:
+    """Opens the programs of an artefact in onnxruntime, on the CPU."""
+    return {
+        bucket: StaticProgram(OnnxSession(folder / program_name(bucket, OnnxFormat.name)), bucket, batch_size)
+        for bucket in buckets
+    }
+
+
+class OnnxSession:
+    """One `.onnx` file in onnxruntime, called with tensors."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file.
+
+        Raises:
+            ValueError: if onnxruntime is not installed.
+        """
+        if find_spec("onnxruntime") is None:
+            raise ValueError("onnxruntime must be installed to run ONNX, got none; pip install -e .[export]")
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3  # errors; it warns of every cast that it does not fold
+        options.intra_op_num_threads = torch.get_num_threads()
+        self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+    def __call__(self, images: Tensor, sizes_hw: Tensor, original_sizes_hw: Tensor) -> Outputs:
+        """Runs the program on tensors of the CPU."""
+        inputs = dict(zip(INPUT_NAMES, (images, sizes_hw, original_sizes_hw), strict=True))
+        arrays = self._session.run(list(OUTPUT_NAMES), {name: tensor.numpy() for name, tensor in inputs.items()})
+        scores, labels, boxes_xyxy = (torch.from_numpy(array) for array in arrays)
+        return scores, labels, boxes_xyxy
