@@ -1,5 +1,6 @@
 """Trains or validates a detector: `python train.py [group=option] [key=value] ...`; `--help` lists both."""
 
+import signal
 import sys
 from typing import Any, cast
 
@@ -7,53 +8,68 @@ import hydra
 import lightning.pytorch as pl
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
 from coco.callbacks import CocoEvaluation
 from coco.datamodule import CocoDataModule
+from coco.errors import DataError, NonFiniteDetectionsError
 from models.callbacks import RunManifest
 from models.detector import Detector
+from models.divergence import TrainingDiverged
 from models.environment import allow_tf32, silence_dependencies
-from models.preflight import check_run
+from models.preflight import check_resumption, check_run, resolve_checkpoint
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
 def main(cfg: DictConfig) -> float | None:
     """Runs one job; returns the last validation AP, which a sweep can optimise."""
     try:
-        check_run(cfg)
-        silence_dependencies()
-        allow_tf32(cfg.precision.allow_tf32)
-        pl.seed_everything(cfg.seed, workers=True, verbose=False)
-        datamodule = instantiate(cfg.data)
-        datamodule.check()
-        cfg.num_classes = datamodule.num_classes
-        detector = Detector(
-            model=instantiate(cfg.model),
-            criterion=instantiate(cfg.criterion),
-            normalizer=instantiate(cfg.normalizer),
-            optimizer=instantiate(cfg.optimizer),
-            schedule=instantiate(cfg.schedule),
-            top_k=cfg.detector.top_k,
-        )
+        detector, datamodule, trainer = build(cfg)
     except (ValueError, FileNotFoundError) as error:
         sys.exit(f"error: {error}")
     except InstantiationException as error:
         if not isinstance(error.__cause__, ValueError | FileNotFoundError):
             raise
         sys.exit(f"error: {error.__cause__}")
-    trainer = build_trainer(cfg, datamodule)
-    if cfg.mode == "validate":
-        trainer.validate(detector, datamodule, ckpt_path=cfg.ckpt_path)
-    else:
-        trainer.fit(detector, datamodule, ckpt_path=cfg.ckpt_path)
+    try:
+        if cfg.mode == "validate":
+            trainer.validate(detector, datamodule, ckpt_path=cfg.ckpt_path)
+        else:
+            trainer.fit(detector, datamodule, ckpt_path=cfg.ckpt_path)
+    except (DataError, NonFiniteDetectionsError, TrainingDiverged) as error:
+        sys.exit(f"error: {error}")
+    except SIGTERMException:
+        sys.exit(128 + signal.SIGTERM)
     ap = trainer.callback_metrics.get("val/AP")
     return None if ap is None else float(ap)
 
 
-def build_trainer(cfg: DictConfig, datamodule: CocoDataModule) -> pl.Trainer:
-    """Makes the Trainer with its loggers and callbacks."""
+def build(cfg: DictConfig) -> tuple[Detector, CocoDataModule, pl.Trainer]:
+    """Checks the settings, then makes what a run needs."""
+    resolve_checkpoint(cfg)
+    check_run(cfg)
+    silence_dependencies()
+    allow_tf32(cfg.precision.allow_tf32)
+    pl.seed_everything(cfg.seed, workers=True, verbose=False)
+    datamodule = instantiate(cfg.data)
+    datamodule.check()
     categories = [{"id": category.id, "name": category.name} for category in datamodule.categories]
+    check_resumption(cfg, categories)
+    cfg.num_classes = datamodule.num_classes
+    detector = Detector(
+        model=instantiate(cfg.model),
+        criterion=instantiate(cfg.criterion),
+        normalizer=instantiate(cfg.normalizer),
+        optimizer=instantiate(cfg.optimizer),
+        schedule=instantiate(cfg.schedule),
+        top_k=cfg.detector.top_k,
+    )
+    return detector, datamodule, build_trainer(cfg, categories)
+
+
+def build_trainer(cfg: DictConfig, categories: list[dict[str, Any]]) -> pl.Trainer:
+    """Makes the Trainer with its loggers and callbacks."""
     config = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
     callbacks = [instantiate(callback) for callback in cfg.callbacks.values() if callback is not None]
     callbacks.append(CocoEvaluation(run_dir=cfg.run_dir))

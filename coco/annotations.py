@@ -198,8 +198,7 @@ def find_degenerate(boxes_xywh: NDArray[np.float64], sizes_hw: NDArray[np.int64]
     """
     low = np.maximum(boxes_xywh[:, :2], 0)
     high = np.minimum(boxes_xywh[:, :2] + boxes_xywh[:, 2:], sizes_hw[:, ::-1])
-    degenerate: NDArray[np.bool_] = (high <= low).any(axis=1)
-    return degenerate
+    return np.any(high <= low, axis=1)
 
 
 def _make_table(

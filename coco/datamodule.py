@@ -139,13 +139,19 @@ class CocoDataModule(LightningDataModule):
                 f"batch_size must be at most the number of training images of a process, got {self.batch_size} with "
                 f"{len(sampler)} images; lower data.batch_size"
             )
-        return TrainingLoader(
+        loader = TrainingLoader(
             draws, batch_size=self.batch_size, sampler=sampler, drop_last=True, **self._loader_settings()
         )
+        loader.num_done = self._num_batches_done
+        return loader
 
     def val_dataloader(self) -> DataLoader[Sample]:
         """Batches in order of the image ids."""
         return DataLoader(self.val_dataset, batch_size=self.eval_batch_size, **self._loader_settings())
+
+    def _num_batches_done(self) -> int:
+        """Batches of the current epoch that the trainer has behind it: above 0 where a run goes on within an epoch."""
+        return 0 if self.trainer is None else self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
     def _loader_settings(self) -> dict[str, Any]:
         """What all loaders have in common."""

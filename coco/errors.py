@@ -9,3 +9,7 @@ class DataError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message.strip().splitlines()[-1].removeprefix(f"{__name__}.{type(self).__name__}: "))
+
+
+class NonFiniteDetectionsError(ValueError):
+    """Detections hold NaN or infinity: the model has diverged."""

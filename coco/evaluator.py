@@ -13,6 +13,7 @@ from pycocotools.cocoeval import COCOeval
 from torch import Tensor
 
 from coco.annotations import Category, build_index
+from coco.errors import NonFiniteDetectionsError
 
 METRIC_NAMES = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 """COCO's twelve numbers in the order of `COCOeval.stats`."""
@@ -90,13 +91,13 @@ class CocoEvaluator:
             detections: Those of the B images, on any device.
 
         Raises:
-            ValueError: A score or a box is not finite.
+            NonFiniteDetectionsError: A score or a box is not finite.
         """
         scores, labels = detections.scores.double().cpu().numpy(), detections.labels.cpu().numpy()
         boxes_xyxy = detections.boxes_xyxy.double().cpu().numpy()
         for row, image_id in enumerate(image_ids):
             if not (np.isfinite(scores[row]).all() and np.isfinite(boxes_xyxy[row]).all()):
-                raise ValueError(
+                raise NonFiniteDetectionsError(
                     f"detections must be finite, got nan or inf in image {image_id}; the model has diverged, lower the "
                     "learning rate or resume from an earlier checkpoint"
                 )

@@ -1,7 +1,7 @@
 """Which image comes when, and how it is augmented: functions of seed, epoch and place, so that a run can be resumed."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -69,28 +69,15 @@ class DrawSampler(DistributedSampler[Sample]):
 
 
 class TrainingLoader(DataLoader[Sample]):
-    """A loader that knows how many batches of the epoch it has given, and can begin after them.
+    """A loader whose epoch can begin after its first batches.
 
-    Lightning keeps its state in checkpoints and gives it back where a run goes on within an epoch.
+    Attributes:
+        num_done: Returns how many batches of the epoch are done already; asked when an epoch's first batch is.
     """
 
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self._given = 0
-        self._first = 0
+    num_done: Callable[[], int] = staticmethod(lambda: 0)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator over the base class's iterator
-        self._given, self._first = self._first, 0
         if isinstance(self.sampler, DrawSampler):
-            self.sampler.first = self._given * (self.batch_size or 1)
-        for batch in super().__iter__():
-            self._given += 1
-            yield batch
-
-    def state_dict(self) -> dict[str, int]:
-        """Returns the number of batches given in this epoch."""
-        return {"batches": self._given}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Begins the next epoch after the batches of a state; a whole epoch's leaves nothing to skip."""
-        self._first = state["batches"] % len(self)
+            self.sampler.first = self.num_done() * (self.batch_size or 1)
+        yield from super().__iter__()

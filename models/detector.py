@@ -6,8 +6,10 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim.optimizer import Optimizer
 
+from models.accumulation import TargetWeighting
 from models.callbacks import closes_log_window
 from models.criterion import Criterion
 from models.normalization import ImageNormalizer
@@ -49,6 +51,9 @@ class Detector(pl.LightningModule):
         self.optimizer_settings = optimizer
         self.schedule = schedule
         self.top_k = top_k
+        self.loss_terms: dict[str, Tensor] = {}
+        """Unweighted terms of the last training batch, for reports."""
+        self._weighting = TargetWeighting()
 
     def forward(self, batch: dict[str, Any]) -> DetectorOutput:
         """Runs the model on a batch, without its targets."""
@@ -59,13 +64,17 @@ class Detector(pl.LightningModule):
         targets = Targets(batch["labels"], batch["boxes_cxcywh"], batch["num_targets"])
         output = self.model(self.normalizer(batch["images"], batch["padding_mask"]), targets)
         losses = self.criterion(output, targets, self._mean_over_processes)
+        self.loss_terms = losses.terms
         if closes_log_window(self.trainer, batch_idx):
             batch_size = len(batch["image_ids"])
             self.log("train/loss", losses.total, prog_bar=True, batch_size=batch_size)
             self.log_dict({f"train/{name}": value for name, value in losses.terms.items()}, batch_size=batch_size)
             for name in ("loss_ce", "loss_bbox", "loss_giou"):
                 self.log(name, losses.terms[name], prog_bar=True, logger=False, batch_size=batch_size)
-        return losses.total
+        if self.trainer.accumulate_grad_batches == 1:
+            return losses.total
+        count = torch.full((), float(sum(targets.counts)), device=losses.total.device)
+        return self._weighting.weigh(losses.total, self._mean_over_processes(count))
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
         """Returns the images' ids and their detections in pixels of the original images."""
@@ -79,12 +88,22 @@ class Detector(pl.LightningModule):
         scheduler = build_scheduler(self.schedule, optimizer, total_steps, max(0, self.trainer.max_epochs or 0))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Averages accumulated gradients over the targets of all their batches."""
+        if self.trainer.accumulate_grad_batches > 1:
+            gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+            self._weighting.average(gradients, self.trainer.accumulate_grad_batches)
+
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Clips the norm of all gradients together and logs it; Lightning's own clipping refuses fused optimisers."""
         if gradient_clip_val:
-            norm = nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
+            model = self.trainer.strategy.model
+            if isinstance(model, FullyShardedDataParallel):
+                norm = model.clip_grad_norm_(gradient_clip_val)
+            else:
+                norm = nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
             self.log("train/grad_norm", norm)
 
     def _mean_over_processes(self, value: Tensor) -> Tensor:

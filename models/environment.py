@@ -72,5 +72,6 @@ def silence_dependencies() -> None:
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")  # inside Lightning
     warnings.filterwarnings("ignore", message=r"The '\w+' does not have many workers")  # data.num_workers is explicit
     warnings.filterwarnings("ignore", message=r"The number of training batches \(\d+\) is smaller than the logging")
+    warnings.filterwarnings("ignore", message=r"You're resuming from a checkpoint that ended before")  # ours can
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
         logging.getLogger(name).addFilter(lambda record: not record.getMessage().startswith("💡"))  # advertisements

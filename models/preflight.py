@@ -1,11 +1,13 @@
 """Checks of a run's settings against each other and against the machine, before data is read."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
 import msda_op
+from models.checkpoint_io import read_checkpoint
 
 MODES = ("train", "validate")
 
@@ -23,6 +25,48 @@ def device_type(accelerator: str) -> str:
             )
         return "cuda"
     raise ValueError(f"trainer.accelerator must be one of auto, cpu, gpu, cuda, got {accelerator}")
+
+
+def resolve_checkpoint(cfg: DictConfig) -> None:
+    """Replaces `ckpt_path=auto` by the last checkpoint of the run folder, or by none where there is none yet."""
+    if cfg.ckpt_path == "auto":
+        last = Path(cfg.run_dir) / "checkpoints" / "last.ckpt"
+        cfg.ckpt_path = str(last) if last.is_file() else None
+
+
+def check_resumption(cfg: DictConfig, categories: list[dict[str, Any]]) -> None:
+    """Refuses to resume a run that has ended, or one of other categories.
+
+    Args:
+        cfg: The composed configuration.
+        categories: One `{"id": ..., "name": ...}` a class of the data, in the order of the class indices.
+
+    Raises:
+        ValueError: With what to do; also if the checkpoint is damaged, would run code, or is not of a run.
+    """
+    if cfg.ckpt_path is None:
+        return
+    checkpoint = read_checkpoint(Path(cfg.ckpt_path), lazy=True)
+    stored = checkpoint.get("categories", categories)
+    if stored != categories:
+        raise ValueError(
+            f"data must have the categories of the checkpoint, got {len(categories)} where {cfg.ckpt_path} has "
+            f"{len(stored)}, or other ids or names; start from its weights with model.weights=..."
+        )
+    if cfg.mode != "train":
+        return
+    epochs, steps, limits = checkpoint["epoch"], checkpoint["global_step"], cfg.trainer
+    epochs += checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"]
+    if limits.max_steps == -1 and limits.max_epochs not in (None, -1) and epochs >= limits.max_epochs:
+        raise ValueError(
+            f"trainer.max_epochs must be above the {epochs} epochs of {cfg.ckpt_path}, got {limits.max_epochs}: this "
+            "run has ended; raise it to train on"
+        )
+    if limits.max_steps != -1 and steps >= limits.max_steps:
+        raise ValueError(
+            f"trainer.max_steps must be above the {steps} steps of {cfg.ckpt_path}, got {limits.max_steps}: this run "
+            "has ended; raise it to train on"
+        )
 
 
 def check_run(cfg: DictConfig) -> None:

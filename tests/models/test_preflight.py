@@ -1,9 +1,10 @@
 """Refusals of settings; those that need the whole command are in tests/test_train.py."""
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
-from models.preflight import check_run, device_type
+from models.preflight import check_resumption, check_run, device_type, resolve_checkpoint
 
 SETTINGS = {
     "mode": "train",
@@ -63,3 +64,48 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="use trainer=cpu"):
         device_type("gpu")
     assert device_type("auto") == "cpu"
+
+
+CATEGORIES = [{"id": 3, "name": "cat"}]
+
+
+def save_checkpoint(path, epoch, is_last_batch, global_step):
+    path.parent.mkdir(exist_ok=True)
+    progress = {"fit_loop": {"epoch_loop.batch_progress": {"is_last_batch": is_last_batch}}}
+    state = {"epoch": epoch, "global_step": global_step, "loops": progress}
+    torch.save({**state, "state_dict": {}, "categories": CATEGORIES}, path)
+
+
+def test_auto_takes_the_run_s_last_checkpoint_if_there_is_one(tmp_path):
+    cfg = settings(ckpt_path="auto", run_dir=str(tmp_path))
+    resolve_checkpoint(cfg)
+    assert cfg.ckpt_path is None
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    save_checkpoint(path, 0, True, 5)
+    cfg.ckpt_path = "auto"
+    resolve_checkpoint(cfg)
+    assert cfg.ckpt_path == str(path)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_epochs": 2, "max_steps": -1}, "max_epochs must be above the 2 epochs of .* got 2: this run has ended"),
+        ({"max_epochs": -1, "max_steps": 10}, "max_steps must be above the 10 steps of .* got 10: this run has ended"),
+    ],
+)
+def test_a_run_that_has_ended_is_refused(tmp_path, limits, message):
+    path = tmp_path / "run" / "last.ckpt"
+    cfg = settings(ckpt_path=str(path), **{f"trainer__{name}": value for name, value in limits.items()})
+    save_checkpoint(path, 1, True, 10)
+    with pytest.raises(ValueError, match=message):
+        check_resumption(cfg, CATEGORIES)
+    save_checkpoint(path, 1, False, 9)
+    check_resumption(cfg, CATEGORIES)
+
+
+def test_other_categories_are_refused(tmp_path):
+    path = tmp_path / "run" / "last.ckpt"
+    save_checkpoint(path, 0, True, 1)
+    with pytest.raises(ValueError, match=r"must have the categories of the checkpoint, got 1 where .* has 1, or other"):
+        check_resumption(settings(ckpt_path=str(path)), [{"id": 4, "name": "cat"}])
