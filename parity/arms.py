@@ -18,6 +18,7 @@ import msda_op
 from models.environment import package_versions
 from models.layers.ms_deform_attn import MSDeformAttn
 from models.preflight import check_run, device_type
+from parity.faults import find_fault
 
 ROOT = Path(__file__).resolve().parent.parent
 OPS = ("triton", "reference", "cuda")
@@ -88,6 +89,20 @@ class Experiment:
         """Seed of the arms of a single comparison, and first one of an ensemble."""
         return int(self.configs[self.against].seed)
 
+    @property
+    def fault(self) -> str | None:
+        """Fault that the op under test is given on purpose (`parity.fault`, spaces as underscores); None for none.
+
+        Raises:
+            ValueError: if there is no such fault.
+        """
+        word = self.settings.fault
+        return None if word is None else find_fault(str(word).replace("_", " ")).name
+
+    def arm_under_test(self, seed: int) -> Arm:
+        """Returns arm B: the op under test, broken where `parity.fault` says so."""
+        return Arm("B", self.op, seed, fault=self.fault, fault_size=0.0 if self.fault is None else 1.0)
+
     def config_of(self, arm: Arm) -> DictConfig:
         """Returns the configuration of an arm, with its seed."""
         config = copy.deepcopy(self.configs[arm.op])
@@ -155,7 +170,8 @@ def arm_hash(experiment: Experiment, arm: Arm, num_steps: int, total_steps: int)
         "sources": source_hash(),
         "packages": package_versions(),
         "device": torch.cuda.get_device_name() if experiment.device.type == "cuda" else "cpu",
-        "threads": torch.get_num_threads(),
+        # Sums on a CPU depend on how many threads share them.
+        "threads": torch.get_num_threads() if experiment.device.type == "cpu" else None,
     }
     return _digest(identity)
 

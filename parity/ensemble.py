@@ -21,10 +21,8 @@ def run_ensemble(experiment: Experiment, progress: Progress) -> LevelResult:
     """
     settings = experiment.settings.ensemble
     pairs = []
-    for number in range(settings.pairs):
-        seed = experiment.seed + number
-        arms = (Arm("A", experiment.against, seed), Arm("B", experiment.op, seed))
-        progress(f"ensemble: pair {number + 1} of {settings.pairs}")
+    for number, arms in enumerate(paired_arms(experiment), start=1):
+        progress(f"ensemble: pair {number} of {settings.pairs}")
         pairs.append(tuple(record(experiment, arm, settings.steps, progress) for arm in arms))
     checks = check_pairs(pairs, experiment.settings.min_loss_change)
     outcomes = [tuple(outcome(recording, settings.last_steps) for recording in pair) for pair in pairs]
@@ -44,6 +42,12 @@ def run_ensemble(experiment: Experiment, progress: Progress) -> LevelResult:
         "last steps": settings.last_steps,
     }
     return LevelResult("ensemble", QUESTION, tuple(checks), margins, data)
+
+
+def paired_arms(experiment: Experiment) -> list[tuple[Arm, Arm]]:
+    """Returns the arms (A, B) of each seed."""
+    seeds = range(experiment.seed, experiment.seed + experiment.settings.ensemble.pairs)
+    return [(Arm("A", experiment.against, seed), experiment.arm_under_test(seed)) for seed in seeds]
 
 
 def outcome(recording: Recording, last_steps: int) -> float:

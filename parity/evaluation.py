@@ -38,7 +38,7 @@ def run_evaluation(experiment: Experiment, progress: Progress) -> LevelResult:
     one arm's best detections where the other's count as ground truth.
     """
     weights = train_weights(experiment, progress)
-    arms = [*control_arms(experiment), Arm("B", experiment.op, experiment.seed)]
+    arms = [*control_arms(experiment), experiment.arm_under_test(experiment.seed)]
     found = [evaluate_arm(experiment, arm, weights, progress) for arm in arms]
     base, *controls, other = found
     checks, numbers = compare_evaluations(base, controls, other, experiment)
@@ -65,10 +65,8 @@ def run_evaluation(experiment: Experiment, progress: Progress) -> LevelResult:
 
 def train_weights(experiment: Experiment, progress: Progress) -> dict[str, Tensor]:
     """Returns the state of a trained detector; kept in the output folder as finished arms are."""
-    steps = (
-        0 if experiment.configs[experiment.against].model.weights is not None else experiment.settings.evaluation.steps
-    )
-    arm = Arm("weights", experiment.against, experiment.seed)
+    steps = steps_of_weights(experiment)
+    arm = weights_arm(experiment)
     path = experiment.output / "arms" / f"{arm_hash(experiment, arm, steps, steps)}.pt"
     if path.is_file():
         progress("evaluation: weights read back")
@@ -84,6 +82,17 @@ def train_weights(experiment: Experiment, progress: Progress) -> dict[str, Tenso
     torch.save(state, aside)
     aside.replace(path)
     return state
+
+
+def weights_arm(experiment: Experiment) -> Arm:
+    """Returns the arm whose weights are evaluated."""
+    return Arm("weights", experiment.against, experiment.seed)
+
+
+def steps_of_weights(experiment: Experiment) -> int:
+    """Returns how long to train before the evaluation: not at all where `model.weights` brings trained weights."""
+    trained = experiment.configs[experiment.against].model.weights is not None
+    return 0 if trained else int(experiment.settings.evaluation.steps)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from parity.recording import Progress
 from parity.results import Check, LevelResult, Verdict
 from parity.results import judge as verdict_of
 from parity.tolerances import GRADIENT, OUTPUT
-from parity.training import TrainingLoop, build_data, build_detector
+from parity.training import TrainingLoop, build_data, build_detector, faulty
 
 QUESTION = "With the same weights and one batch, is one step the same?"
 NUM_WORST = 10
@@ -62,7 +62,7 @@ def run_model_level(experiment: Experiment, progress: Progress) -> LevelResult:
     progress("model: one step of the base, its controls and the op under test")
     module_rows = _judge_modules(strict)
     baseline = take_baseline(strict)
-    other = take_snapshot(strict, Arm("B", strict.op, strict.seed), baseline.batch)
+    other = take_snapshot(strict, strict.arm_under_test(strict.seed), baseline.batch)
     checks, rows = judge_model(baseline, other)
     wrong = [row.name for row in module_rows if not row.passed]
     detail = f"{len(module_rows)} tensors of both kinds of reference points"
@@ -163,22 +163,22 @@ def _judge_modules(experiment: Experiment) -> list[Judged]:
     """Judges the attention module by itself, with points and with boxes as reference."""
     rows = []
     for coordinates, kind in ((2, "points"), (4, "boxes")):
-        base = _run_module(experiment, experiment.against, coordinates, nudge=0)
+        arm = Arm("A", experiment.against, experiment.seed)
+        base = _run_module(experiment, arm, coordinates)
         controls = [
-            relative_errors(base, _run_module(experiment, experiment.against, coordinates, nudge))
+            relative_errors(base, _run_module(experiment, replace(arm, nudge=nudge), coordinates))
             for nudge in range(1, experiment.settings.model.controls + 1)
         ]
-        other = _run_module(experiment, experiment.op, coordinates, nudge=0)
+        other = _run_module(experiment, experiment.arm_under_test(experiment.seed), coordinates)
         rows += [dataclasses.replace(row, name=f"{row.name} ({kind})") for row in judge(base, controls, other)]
     return rows
 
 
-def _run_module(experiment: Experiment, op: str, coordinates: int, nudge: int) -> dict[tuple[str, str], Tensor]:
-    """Runs a module forward and backward; returns its output and the gradients of inputs and parameters."""
-    arm = Arm("module", op, experiment.seed, nudge=nudge)
+def _run_module(experiment: Experiment, arm: Arm, coordinates: int) -> dict[tuple[str, str], Tensor]:
+    """Runs a module of an arm forward and backward; returns its output and the gradients of inputs and parameters."""
     config = experiment.config_of(arm)
-    model = build_detector(config, build_data(config), arm).model
-    module = next(module for module in model.modules() if isinstance(module, MSDeformAttn))
+    detector = build_detector(config, build_data(config), arm)
+    module = next(module for module in detector.modules() if isinstance(module, MSDeformAttn))
     module = module.to(experiment.device)
     generator = torch.Generator().manual_seed(experiment.seed)
     shapes = tuple((max(1, 9 >> level), max(1, 12 >> level)) for level in range(module.num_levels))
@@ -196,8 +196,9 @@ def _run_module(experiment: Experiment, op: str, coordinates: int, nudge: int) -
     for tensor in inputs.values():
         tensor.requires_grad_()
     padding_mask = draw(2, value_length) > 1
-    output = module(*inputs.values(), shapes, padding_mask)
-    output.backward(draw(*output.shape))
+    with faulty(detector, arm):
+        output = module(*inputs.values(), shapes, padding_mask)
+        output.backward(draw(*output.shape))
     leaves: dict[str, Any] = {**inputs, **dict(module.named_parameters())}
     gradients = {("gradient", name): leaf.grad for name, leaf in leaves.items()}
     return {("output", "output"): output.detach(), **gradients}

@@ -9,6 +9,7 @@ import torch
 from parity.arms import Experiment
 from parity.cases import DEFAULT_CASES, LARGE_CASES, Case, make_inputs
 from parity.comparisons import Comparison, Op, compare_op
+from parity.faults import find_fault
 from parity.interception import op_of
 from parity.recording import Progress
 from parity.results import Check, LevelResult, judge
@@ -26,10 +27,11 @@ def run_op_level(experiment: Experiment, progress: Progress) -> LevelResult:
     settings = experiment.settings.op
     cases = (*DEFAULT_CASES, *(LARGE_CASES if settings.large else ()))
     names = ["fp32"] if experiment.op == "cuda" else list(settings.dtypes)
+    op = op_under_test(experiment)
     checks, rows = [], []
     for dtype_name in names:
         progress(f"op {experiment.op}, {dtype_name}: {len(cases)} cases")
-        found = compare_cases(op_of(experiment.op), cases, dtype_name, experiment.device, settings.seeds)
+        found = compare_cases(op, cases, dtype_name, experiment.device, settings.seeds)
         failed = [f"{case}: {each.name}" for case, each in found if not each.passed]
         detail = f"{len(found)} tensors of {len(cases)} cases within their bounds"
         if failed:
@@ -38,6 +40,13 @@ def run_op_level(experiment: Experiment, progress: Progress) -> LevelResult:
         rows += [{"dtype": dtype_name, "case": case, **asdict(each), "passed": each.passed} for case, each in found]
     margins = {"output": f"{OUTPUT.factor:g} x the reference's error", "gradients": f"{GRADIENT.factor:g} x"}
     return LevelResult("op", QUESTION, tuple(checks), margins, {"rows": rows, "worst": _worst(rows)})
+
+
+def op_under_test(experiment: Experiment) -> Op:
+    """Returns the op under test, broken where `parity.fault` names a fault of the op itself."""
+    op = op_of(experiment.op)
+    fault = None if experiment.fault is None else find_fault(experiment.fault)
+    return op if fault is None or fault.damage is None else fault.break_op(op, 1.0)
 
 
 def compare_cases(

@@ -54,7 +54,10 @@ def _summarize(document: Document) -> str:
     names = {word: [level["level"] for level in document["levels"] if level["verdict"] == word] for word in _WORDS}
     parts = [f"{', '.join(found)} {_WORDS[word]}" for word, found in names.items() if found]
     where = f"{manifest['precision']} on {', '.join(manifest['environment']['gpus']) or 'a CPU'}"
-    return f"{'; '.join(parts)}. {manifest['op']} against {manifest['against']}, {where}, preset {manifest['preset']}."
+    fault = manifest["settings"]["fault"]
+    broken = "" if fault is None else f" {manifest['op']} was given a fault on purpose: {fault}."
+    ops = f"{manifest['op']} against {manifest['against']}"
+    return f"{'; '.join(parts)}. {ops}, {where}, preset {manifest['preset']}.{broken}"
 
 
 _WORDS = {"PASS": "passed", "FAIL": "failed", "INCONCLUSIVE": "proved nothing"}
@@ -192,9 +195,12 @@ def _sensitivity(data: Document, manifest: Document) -> list[Block]:
         for level in levels:
             size = row["smallest"].get(level, "n/a")
             cells.append("n/a" if size == "n/a" else "not seen" if size is None else f"{size:g}")
-        rows.append((row["fault"], *cells))
-    text = "The smallest share of each fault that a level still fails (1 is the whole fault)."
-    return [Paragraph(text), Table(("fault", *levels), rows)]
+        rows.append((row["fault"], *cells, ", ".join(row["required"])))
+    text = (
+        "The smallest share of each fault that a level still fails (1 is the whole fault), and the levels that must "
+        "fail the whole one. The op level runs in the precision of training, the model level in float32 always."
+    )
+    return [Paragraph(text), Table(("fault", *levels, "must be seen by"), rows)]
 
 
 def _evaluation(data: Document, manifest: Document) -> list[Block]:

@@ -1,7 +1,8 @@
 """Negative controls: which level sees which fault, and how small a one?"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from parity.arms import Arm, Experiment
 from parity.cases import Case
@@ -14,6 +15,7 @@ from parity.op_level import compare_cases
 from parity.recording import Progress, record
 from parity.results import Check, LevelResult, Verdict, judge
 from parity.trajectory import check_curves, compare_curves, record_controls
+from parity.workers import Workers
 
 QUESTION = "Does each level fail a broken op, and how small a fault does it still see?"
 
@@ -26,22 +28,50 @@ _CASES = (
 )
 
 
-def run_sensitivity(experiment: Experiment, progress: Progress) -> LevelResult:
-    """Breaks the op that is compared with, and looks for the smallest fault that each level tells from the sound op."""
+def run_sensitivity(experiment: Experiment, progress: Progress, workers: Workers | None = None) -> LevelResult:
+    """Breaks the op that is compared with, and looks for the smallest fault that each level tells from the sound op.
+
+    Args:
+        experiment: settings of the levels.
+        progress: called with a line now and then.
+        workers: processes that share the faults of each level; None measures all of them here.
+    """
     sizes = {level: list(values) for level, values in experiment.settings.sensitivity.sizes.items() if values}
+    num_parts = 1 if workers is None else min(workers.count, len(FAULTS))
+    works = [
+        partial(_measure, level, range(part, len(FAULTS), num_parts)) for level in sizes for part in range(num_parts)
+    ]
+    found = [work(experiment, progress) for work in works] if workers is None else workers.run(works)
     smallest: dict[str, dict[str, float | None]] = {fault.name: {} for fault in FAULTS}
-    for level, ladder in sizes.items():
-        detect = _DETECTORS[level](experiment, progress)
-        for fault in FAULTS:
-            if level == "op" and fault.damage is None:
-                continue
-            smallest[fault.name][level] = find_smallest(detect, fault, ladder)
-            progress(f"sensitivity: {level} sees {fault.name} down to {smallest[fault.name][level]}")
-    precision = experiment.configs[experiment.against].precision.lightning
-    checks = check_faults(smallest, list(sizes), in_half=precision != "32-true")
-    rows = [{"fault": name, "smallest": found} for name, found in smallest.items()]
+    for level, by_fault in found:
+        for name, size in by_fault.items():
+            smallest[name][level] = size
+    in_half = experiment.configs[experiment.against].precision.lightning != "32-true"
+    checks = check_faults(smallest, list(sizes), in_half)
+    rows = [
+        {
+            "fault": fault.name,
+            "smallest": smallest[fault.name],
+            "required": required_levels(fault, list(sizes), in_half),
+        }
+        for fault in FAULTS
+    ]
     data = {"levels": list(sizes), "rows": rows}
     return LevelResult("sensitivity", QUESTION, tuple(checks), _describe_sizes(sizes), data)
+
+
+def _measure(
+    level: str, numbers: Sequence[int], experiment: Experiment, progress: Progress
+) -> tuple[str, dict[str, float | None]]:
+    """Returns a level and the smallest size at which it sees each of the faults with these numbers."""
+    detect = _DETECTORS[level](experiment, progress)
+    smallest: dict[str, float | None] = {}
+    for fault in (FAULTS[number] for number in numbers):
+        if level == "op" and fault.damage is None:
+            continue
+        smallest[fault.name] = find_smallest(detect, fault, list(experiment.settings.sensitivity.sizes[level]))
+        progress(f"sensitivity: {level} sees {fault.name} down to {smallest[fault.name]}")
+    return level, smallest
 
 
 def find_smallest(detect: Detect, fault: Fault, ladder: list[float]) -> float | None:
@@ -71,14 +101,23 @@ def check_faults(smallest: dict[str, dict[str, float | None]], levels: list[str]
     checks = []
     for fault in FAULTS:
         found = smallest[fault.name]
-        may_miss = ("trajectory",) if fault.faint and in_half else ()
-        required = [level for level in fault.seen_by if level in levels and level not in may_miss]
+        required = required_levels(fault, levels, in_half)
         missed = [level for level in required if found.get(level) is None]
         detail = f"seen by {', '.join(level for level in found if found[level] is not None) or 'no level'}"
         detail += f"; must be seen by {', '.join(missed)} too" if missed else ""
         verdict = judge(not missed) if required else Verdict.INCONCLUSIVE
         checks.append(Check(fault.name, verdict, detail))
     return checks
+
+
+def required_levels(fault: Fault, levels: Sequence[str], in_half: bool) -> list[str]:
+    """Returns those of the levels that must see the whole fault.
+
+    Under half-precision autocast a trajectory may miss a faint fault: the op level, in that half type, and the model
+    level, in float32 whatever the precision, still must not.
+    """
+    may_miss = ("trajectory",) if fault.faint and in_half else ()
+    return [level for level in fault.seen_by if level in levels and level not in may_miss]
 
 
 def _detect_in_op(experiment: Experiment, progress: Progress) -> Detect:

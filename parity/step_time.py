@@ -48,7 +48,7 @@ def run_speed(experiment: Experiment, progress: Progress) -> LevelResult:
     arms = [
         Arm("A", experiment.against, seed),
         Arm("A'", experiment.against, seed, repeat=1),
-        Arm("B", experiment.op, seed),
+        experiment.arm_under_test(seed),
     ]
     total = settings.warmup + settings.repeats + settings.split_repeats
     timed = {arm.name: Timed(TrainingLoop(experiment, arm, total)) for arm in arms}

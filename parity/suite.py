@@ -1,7 +1,9 @@
 """Runs the levels asked for, writes what they found after each, and answers with one verdict."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -13,6 +15,7 @@ from parity.ensemble import run_ensemble
 from parity.evaluation import run_evaluation
 from parity.model_level import run_model_level
 from parity.op_level import run_op_level
+from parity.plan import Training, describe_plan, plan_trainings
 from parity.recording import Progress
 from parity.report import write_report
 from parity.results import LevelResult, Verdict, build_document
@@ -20,15 +23,18 @@ from parity.sensitivity import run_sensitivity
 from parity.step_time import run_speed
 from parity.training import build_data, set_flags
 from parity.trajectory import run_trajectory
+from parity.workers import Workers
 
-LEVELS: dict[str, Callable[[Experiment, Progress], LevelResult]] = {
+Level = Callable[[Experiment, Progress], LevelResult]
+
+LEVELS: dict[str, Level] = {
     "op": run_op_level,
     "model": run_model_level,
     "trajectory": run_trajectory,
     "ensemble": run_ensemble,
     "evaluation": run_evaluation,
-    "speed": run_speed,
     "sensitivity": run_sensitivity,
+    "speed": run_speed,  # last: nothing else may run beside it
 }
 
 
@@ -54,18 +60,61 @@ def run_suite(word: str, overrides: Sequence[str], progress: Progress) -> Verdic
     progress(f"{experiment.op} against {experiment.against} on {experiment.device.type}; margins, declared now:")
     for name in names:
         progress(f"  {name}: {_margins(experiment, name)}")
+    if experiment.fault is not None:
+        progress(f"fault given to {experiment.op} on purpose: {experiment.fault}")
     manifest = describe_run(experiment, word, overrides)
+    trainings = plan_trainings(experiment, names)
+    for line in describe_plan(experiment, names, trainings):
+        progress(line)
+    count = experiment.settings.workers
+    if count == 1:
+        document = _run_levels(experiment, names, manifest, progress, LEVELS)
+    else:
+        with Workers(experiment, count, progress) as workers:
+            levels = _shared_levels(workers, trainings)
+            document = _run_levels(experiment, names, manifest, progress, levels)
+    progress(f"{document['verdict']}: see {experiment.output / 'report.html'}")
+    return Verdict(document["verdict"])
+
+
+def _run_levels(
+    experiment: Experiment,
+    names: Sequence[str],
+    manifest: dict[str, Any],
+    progress: Progress,
+    levels: Mapping[str, Level],
+) -> dict[str, Any]:
+    """Runs levels one after the other and writes the report after each; returns the document."""
     found: list[LevelResult] = []
     for name in names:
-        result = LEVELS[name](experiment, progress)
+        began = time.perf_counter()
+        result = levels[name](experiment, progress)
         found.append(result)
         for check in result.checks:
             progress(f"  {check.verdict:12} {name}, {check.name}: {check.detail}")
-        progress(f"{result.verdict} {name}")
+        progress(f"{result.verdict} {name} ({time.perf_counter() - began:.0f} s)")
         document = build_document(found, manifest)
         write_report(document, experiment.output)
-    progress(f"{document['verdict']}: see {experiment.output / 'report.html'}")
-    return Verdict(document["verdict"])
+    return document
+
+
+def _shared_levels(workers: Workers, trainings: Sequence[Training]) -> dict[str, Level]:
+    """Has processes begin with all trainings, and returns the levels, which wait for theirs and read them back."""
+    futures = {training: workers.start(training) for training in trainings}
+
+    def waiting(name: str, level: Level) -> Level:
+        def run(experiment: Experiment, progress: Progress) -> LevelResult:
+            for training, future in futures.items():
+                if training.level == name:
+                    future.result()
+            if name == "speed":
+                workers.close()
+            return level(experiment, progress)
+
+        return run
+
+    levels: dict[str, Level] = {**LEVELS, "sensitivity": partial(run_sensitivity, workers=workers)}
+    return {name: waiting(name, level) for name, level in levels.items()}
 
 
 def describe_run(experiment: Experiment, word: str, overrides: Sequence[str]) -> dict[str, Any]:

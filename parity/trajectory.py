@@ -47,11 +47,11 @@ def run_trajectory(experiment: Experiment, progress: Progress) -> LevelResult:
     config = experiment.configs[experiment.against]
     imported = config["import"]
     settings = experiment.settings.trajectory
-    base_op = experiment.against if imported is None else experiment.op
+    base_op = base_op_of(experiment)
     base, controls = record_controls(experiment, base_op, settings.steps, progress)
     checks = []
     if imported is None:
-        other = record(experiment, Arm("B", experiment.op, experiment.seed), settings.steps, progress)
+        other = record(experiment, experiment.arm_under_test(experiment.seed), settings.steps, progress)
     else:
         other, identity = _import_curve(Path(imported))
         same = identity == config_hash(experiment.configs[experiment.op])
@@ -89,13 +89,25 @@ def run_trajectory(experiment: Experiment, progress: Progress) -> LevelResult:
 def record_controls(
     experiment: Experiment, op: str, num_steps: int, progress: Progress
 ) -> tuple[Recording, list[Recording]]:
-    """Records A and its controls: A' (A again) and A+1, A+2, ... (from weights one unit in the last place away)."""
+    """Records A and its controls."""
+    base, *controls = (record(experiment, arm, num_steps, progress) for arm in control_arms(experiment, op))
+    return base, controls
+
+
+def control_arms(experiment: Experiment, op: str) -> list[Arm]:
+    """Returns A, A' (A again), and A+1, A+2, ... (from weights one unit in the last place away)."""
     arm = Arm("A", op, experiment.seed)
-    controls = [replace(arm, name="A'", repeat=1)]
     nudges = range(1, experiment.settings.trajectory.controls + 1)
-    controls += [replace(arm, name=f"A+{nudge}", nudge=nudge) for nudge in nudges]
-    base = record(experiment, arm, num_steps, progress)
-    return base, [record(experiment, control, num_steps, progress) for control in controls]
+    return [
+        arm,
+        replace(arm, name="A'", repeat=1),
+        *(replace(arm, name=f"A+{nudge}", nudge=nudge) for nudge in nudges),
+    ]
+
+
+def base_op_of(experiment: Experiment) -> str:
+    """Returns the op of A: the one that is compared with, or, beside an imported curve, the op under test."""
+    return experiment.against if experiment.configs[experiment.against]["import"] is None else experiment.op
 
 
 def compare_curves(

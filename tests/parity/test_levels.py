@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
-from parity.arms import Arm, load_experiment
+from parity.arms import ROOT, Arm, load_experiment
 from parity.cases import DEFAULT_CASES
 from parity.ensemble import compare_outcomes, run_ensemble
 from parity.evaluation import (
@@ -23,7 +24,7 @@ from parity.model_level import in_strict_fp32, judge_model, run_model_level, tak
 from parity.op_level import run_op_level
 from parity.recording import record
 from parity.results import Verdict
-from parity.sensitivity import check_faults, find_smallest
+from parity.sensitivity import check_faults, find_smallest, required_levels
 from parity.step_time import judge_speed, run_speed
 from parity.trajectory import (
     changed_assignments,
@@ -265,6 +266,17 @@ def test_in_half_precision_a_trajectory_may_miss_faint_faults_alone():
     }
     assert failed == {fault.name for fault in FAULTS if not fault.faint}
     assert len(failed) == len(FAULTS) - 3
+
+
+@pytest.mark.parametrize("preset", ["quick", "full"])
+@pytest.mark.parametrize("in_half", [False, True])
+def test_every_fault_must_be_seen_by_some_level_in_every_precision(preset, in_half):
+    sizes = OmegaConf.load(ROOT / f"configs/parity/{preset}.yaml").parity.sensitivity.sizes
+    levels = [level for level, ladder in sizes.items() if 1.0 in ladder]
+    required = {fault.name: required_levels(fault, levels, in_half) for fault in FAULTS}
+    assert all("model" in names for names in required.values())
+    of_the_op = [fault.name for fault in FAULTS if fault.damage is not None]
+    assert all("op" in required[name] for name in of_the_op)
 
 
 @pytest.mark.gpu

@@ -24,7 +24,7 @@ MANIFEST = {
     "num_images": {"train": 2},
     "first_seed": 42,
     "environment": {"gpus": [], "packages": {"torch": "2.0"}, "commit": "c0ffee"},
-    "settings": {"margin": 0.05},
+    "settings": {"margin": 0.05, "fault": None},
 }
 LEVEL = LevelResult(
     "sensitivity",
@@ -34,8 +34,8 @@ LEVEL = LevelResult(
     {
         "levels": ["op", "model"],
         "rows": [
-            {"fault": "one level dropped", "smallest": {"op": 0.01, "model": None}},
-            {"fault": "x", "smallest": {}},
+            {"fault": "one level dropped", "smallest": {"op": 0.01, "model": None}, "required": ["op", "model"]},
+            {"fault": "x", "smallest": {}, "required": []},
         ],
     },
 )
@@ -96,8 +96,9 @@ def test_verdict_comes_first_and_failures_are_said():
     blocks = build_report(json.loads(json.dumps(build_document([LEVEL], MANIFEST))))
     assert isinstance(blocks[0], Heading)
     assert blocks[1] == Banner("FAIL", "sensitivity failed. triton against reference, 32-true on a CPU, preset quick.")
-    table = next(block for block in blocks if isinstance(block, Table) and block.header == ("fault", "op", "model"))
-    assert table.rows == [("one level dropped", "0.01", "not seen"), ("x", "n/a", "n/a")]
+    table = next(block for block in blocks if isinstance(block, Table) and block.header[0] == "fault")
+    assert table.header == ("fault", "op", "model", "must be seen by")
+    assert table.rows == [("one level dropped", "0.01", "not seen", "op, model"), ("x", "n/a", "n/a", "")]
 
 
 def test_the_page_is_whole_and_escaped(tmp_path):

@@ -33,12 +33,20 @@ def test_an_op_passes_against_itself(overrides, tmp_path, capsys):
     assert (tmp_path / "report.html").is_file()
 
 
-def test_an_injected_bug_fails(overrides, tmp_path, monkeypatch):
+def test_a_small_bug_in_the_op_fails(overrides, tmp_path, monkeypatch):
     sound = parity.op_level.op_of
     fault = find_fault("half a pixel of shift")
     monkeypatch.setattr(parity.op_level, "op_of", lambda backend: fault.break_op(sound(backend), 0.01))
     assert main(["op", *overrides, f"output={tmp_path}"]) == 1
     assert results_of(tmp_path)["verdict"] == "FAIL"
+
+
+@pytest.mark.parametrize("level", ["op", "model", "trajectory", "evaluation"])
+def test_a_fault_given_on_the_command_line_fails(level, overrides, tmp_path, capsys):
+    assert main([level, *overrides, f"output={tmp_path}", "parity.fault=x_and_y_swapped"]) == 1
+    assert "fault given to reference on purpose: x and y swapped" in capsys.readouterr().out
+    banner = "reference was given a fault on purpose: x_and_y_swapped."
+    assert banner in (tmp_path / "report.md").read_text()
 
 
 def test_too_few_pairs_prove_nothing(overrides):
@@ -67,6 +75,7 @@ def test_all_runs_every_level_and_writes_after_each(overrides, tmp_path, monkeyp
         (["op", "parity=slow"], "Could not find 'parity/slow'"),
         (["op", "parity.op.seed=1"], "seed"),
         (["op", "op=cuda"], "op=cuda cannot run here"),
+        (["op", "op=reference", "parity.fault=typo"], "fault must be one of align_corners flipped"),
     ],
 )
 def test_wrong_settings_are_refused_in_a_line(arguments, message, capsys):
@@ -78,7 +87,7 @@ def test_wrong_settings_are_refused_in_a_line(arguments, message, capsys):
 
 def test_help_lists_the_levels(capsys):
     assert main(["--help"]) == 0
-    assert "sensitivity, all" in capsys.readouterr().out
+    assert "sensitivity, speed, all" in capsys.readouterr().out
     assert main([]) == 3
 
 

@@ -1,0 +1,34 @@
+"""The plan holds every arm of the levels once, the longest first, and counts their steps."""
+
+from omegaconf import OmegaConf
+
+from parity.arms import load_experiment
+from parity.plan import describe_plan, plan_trainings
+from parity.suite import LEVELS
+
+
+def test_all_levels_share_arms_and_the_longest_begins(overrides):
+    experiment = load_experiment([*overrides, "parity.evaluation.steps=9", "parity.workers=2"])
+    trainings = plan_trainings(experiment, list(LEVELS))
+    # A, A', A+1, A+2 and B; 3 pairs; one set of weights.
+    assert [training.level for training in trainings] == ["evaluation", *["trajectory"] * 5, *["ensemble"] * 6]
+    assert [training.num_steps for training in trainings] == [9, *[4] * 5, *[3] * 6]
+    lines = describe_plan(experiment, list(LEVELS), trainings)
+    # 9 + 5 x 4 + 6 x 3 steps and 8 faults x 3 sizes x 3 steps; the slower process has 24 and 36 of them.
+    assert lines[0] == "training: 119 steps in 2 processes, about 0.1 minutes at 0.05 s a step"
+    assert "  trajectory: 5 arms of 4 to 4 steps, 20 in all" in lines
+    assert "  sensitivity: at most 72 steps of broken arms" in lines
+
+
+def test_sensitivity_by_itself_plans_what_it_compares_with(overrides):
+    experiment = load_experiment(overrides)
+    trainings = plan_trainings(experiment, ["sensitivity"])
+    assert {training.arm.name for training in trainings} == {"A", "A'", "A+1", "A+2", "weights"}
+    assert {training.level for training in trainings} == {"sensitivity"}
+    sizes = experiment.settings.sensitivity.sizes
+    OmegaConf.update(sizes, "ensemble", [1.0])
+    assert len(plan_trainings(experiment, ["sensitivity"])) == len(trainings) + experiment.settings.ensemble.pairs
+
+
+def test_levels_without_training_plan_nothing(experiment):
+    assert plan_trainings(experiment, ["op", "model", "speed"]) == []

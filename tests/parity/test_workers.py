@@ -1,0 +1,47 @@
+"""Processes train what the calling process would, report their lines, and hand on what goes wrong."""
+
+import pytest
+
+from parity.arms import Arm, arm_hash, load_experiment
+from parity.plan import Training
+from parity.recording import record
+from parity.suite import run_suite
+from parity.workers import Workers
+
+STEPS = 2
+
+
+def silent(line: str) -> None:
+    pass
+
+
+def test_arms_of_other_processes_are_the_same_bit_for_bit(overrides, experiment, tmp_path):
+    elsewhere = load_experiment([*overrides, f"output={tmp_path}"])
+    lines: list[str] = []
+    arms = [Arm("A", "reference", 42), Arm("B", "reference", 42)]
+    with Workers(elsewhere, 2, lines.append) as workers:
+        workers.run([Training("trajectory", arm, STEPS) for arm in arms])
+        broken = workers.start(Training("trajectory", Arm("A", "reference", 42, fault="typo"), STEPS))
+        with pytest.raises(ValueError, match=r"fault must be one of .*, got 'typo'"):
+            broken.result()
+    assert [line.split(", loss")[0] for line in sorted(lines)] == [
+        f"arm {arm.name} (reference, seed 42): step {step} of {STEPS}" for arm in arms for step in (1, STEPS)
+    ]
+    for arm in arms:
+        assert arm_hash(elsewhere, arm, STEPS, STEPS) == arm_hash(experiment, arm, STEPS, STEPS)
+        there, here = (record(each, arm, STEPS, silent) for each in (elsewhere, experiment))
+        assert there.curves == here.curves
+        assert there.assignments == here.assignments
+
+
+def test_levels_read_back_what_processes_trained(overrides, tmp_path):
+    lines: list[str] = []
+    verdict = run_suite(
+        "trajectory",
+        [*overrides, f"output={tmp_path}", "parity.workers=2", "parity.trajectory.controls=1"],
+        lines.append,
+    )
+    assert verdict.exit_code == 0
+    assert sum(line.endswith("4 steps, read back") for line in lines) == 4
+    assert sum("step 4 of 4" in line for line in lines) == 4
+    assert len(list((tmp_path / "arms").glob("*.json"))) == 4
