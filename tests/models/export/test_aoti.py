@@ -1,0 +1,140 @@
+"""Compiled packages: they answer as eager does, and run without this project's code."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from models.export.aoti import AotiFormat
+from models.export.build import export_detector
+from models.export.certificate import Tolerance, contrasting_inputs, measure
+from models.export.inference import InferenceModule
+from models.export.predictor import load_artefact
+from models.export.recipe import Precision
+from models.layers.ms_deform_attn import MSDeformAttn
+from models.normalization import ImageNormalizer
+from models.structures import DetectorOutput
+
+BUCKET = (32, 64)
+FP32 = Precision(torch.float32, False)
+STRANGER = """
+import sys, torch
+program = torch._inductor.aoti_load_package(sys.argv[1])
+saved = torch.load(sys.argv[2])
+answers = program(*saved["inputs"])
+for expected, actual in zip(saved["expected"], answers, strict=True):
+    torch.testing.assert_close(actual.cpu(), expected.cpu(), rtol=1e-3, atol=float(sys.argv[3]))
+assert not {"models", "msda_op", "coco"} & set(sys.modules)
+print("same")
+"""
+
+
+class OneLayer(nn.Module):
+    """The least that has the op inside: one strided convolution, one attention, heads. Compiles in half a minute."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Conv2d(3, 16, 8, stride=8)
+        self.attention = MSDeformAttn(
+            d_model=16, num_heads=2, num_levels=1, num_points=2, backend="reference", fused=True
+        )
+        nn.init.normal_(self.attention.sampling_offsets.weight, std=0.3)
+        self.heads = nn.Linear(16, 3 + 4)
+
+    def forward(self, batch):
+        features = self.backbone(batch.images)
+        shapes = ((features.shape[2], features.shape[3]),)
+        flat = features.flatten(2).transpose(1, 2)
+        padding_mask = nn.functional.interpolate(batch.padding_mask[:, None].float(), size=shapes[0]).flatten(1).bool()
+        points = torch.full((flat.shape[0], flat.shape[1], 1, 2), 0.5, device=flat.device)
+        predicted = self.heads(self.attention(flat, points, flat, shapes, padding_mask))
+        return DetectorOutput(predicted[None, ..., :3], predicted[None, ..., 3:].sigmoid(), None)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++, which AOTInductor compiles with")
+    torch.manual_seed(0)
+    normalizer = ImageNormalizer(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
+    module = InferenceModule(model=OneLayer(), normalizer=normalizer, top_k=5, dtype=torch.float32)
+    folder = tmp_path_factory.mktemp("aoti")
+    programs = AotiFormat(device="cpu", inductor={}).write(None, module, (BUCKET,), 1, folder)
+    return module, programs[BUCKET], folder / "detector_32x64.pt2"
+
+
+def run_without_this_project(package, inputs, expected, folder, tolerance):
+    torch.save({"inputs": inputs, "expected": expected}, folder / "saved.pt")
+    command = [sys.executable, "-I", "-c", STRANGER, str(package), str(folder / "saved.pt"), str(tolerance)]
+    return subprocess.run(command, cwd=folder, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+
+
+def test_a_package_answers_as_eager_does(compiled):
+    module, program, _ = compiled
+    found = measure(program, module, BUCKET, 1, torch.device("cpu"))
+    assert found.difference.within(Tolerance(score=1e-3, box_px=0.1)), found
+    assert found.depends_on_input
+
+
+def test_a_package_runs_without_this_project(compiled, tmp_path):
+    module, _, package = compiled
+    inputs = contrasting_inputs(BUCKET, 1)[0]
+    result = run_without_this_project(package, inputs, module(*inputs), tmp_path, 1e-3)
+    assert result.stdout == "same\n", result.stderr
+    scores, labels, boxes_xyxy = module(*inputs)
+    wrong = run_without_this_project(package, inputs, (scores + 0.1, labels, boxes_xyxy), tmp_path, 1e-3)
+    assert wrong.returncode == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda images, a, b: (images[..., :-1], a, b), lambda images, a, b: (images.float(), a, b)],
+    ids=["shape", "dtype"],
+)
+def test_other_inputs_are_refused(compiled, change):
+    with pytest.raises(ValueError, match="inputs must be"):
+        compiled[1](*change(*contrasting_inputs(BUCKET, 1)[0]))
+
+
+def test_what_cannot_be_compiled_is_refused():
+    on_cpu = AotiFormat(device="cpu", inductor={})
+    for backend in ("triton", "cuda"):
+        with pytest.raises(ValueError, match="op must be triton or reference on a GPU and reference on a CPU"):
+            on_cpu.check(FP32, backend)
+    with pytest.raises(ValueError, match="precision must be fp32 or bf16 on a CPU"):
+        on_cpu.check(Precision(torch.float16, True), "reference")
+    on_cpu.check(FP32, "auto")
+    with pytest.raises(ValueError, match="device must be auto, cpu or, with a GPU, cuda, got tpu"):
+        AotiFormat(device="tpu", inductor={})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("precision", "tolerance"),
+    [(FP32, Tolerance(1e-3, 0.1)), (Precision(torch.bfloat16, True), Tolerance(5e-2, 8.0))],
+    ids=["fp32", "bf16"],
+)
+def test_the_kernels_travel_inside_the_package(source, tmp_path, precision, tolerance):
+    manifest = export_detector(
+        source,
+        AotiFormat(device="cuda", inductor={}),
+        tmp_path / "artefact",
+        precision=precision,
+        backend="triton",
+        fused=True,
+        buckets=((64, 64), (64, 128)),
+        size_divisor=64,
+        batch_size=2,
+        tolerance=tolerance,
+    )
+    assert manifest.architecture.startswith("sm_")
+    cuda = torch.device("cuda")
+    predictor = load_artefact(tmp_path / "artefact", device=cuda, origin=source)
+    inputs = tuple(tensor.cuda() for tensor in contrasting_inputs((64, 128), 2)[0])
+    expected = predictor._program(*inputs)
+    package = tmp_path / "artefact" / "detector_64x128.pt2"
+    result = run_without_this_project(package, inputs, expected, tmp_path, 1e-4)
+    assert result.stdout == "same\n", result.stderr
