@@ -5,11 +5,15 @@ Importing this module imports Triton and registers `msda_op::forward`, `msda_op:
 the same three: `points` are sampling locations and `scores` attention weights, or, where `reference_points` are given,
 sampling offsets and attention logits.
 
+The forward op is traceable: `torch.compile` and export see its kernels. The backward ops are single nodes to them: of a
+traced kernel PyTorch finds out by its code which arguments it writes, and takes an argument for written whose numbers
+decide on an address that atomics add to, or that inline PTX gets to see. It would copy value and locations, and write
+them back.
+
 The ops have no autocast rule, on purpose: autocast passes their arguments on as they are, so that value and scores may
 be half while the locations stay float32.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,18 +24,11 @@ from msda_op.options import Options, read_sizes
 from msda_op.triton import launch
 from msda_op.triton.launch import Inputs, Needs
 
-
-def _register(name: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable], Any]:
-    """Registers a body that launches kernels.
-
-    Compiled kernels: as `triton_op`, which lets `torch.compile` trace the body and see every kernel. It cannot trace
-    kernels that the interpreter runs, so with TRITON_INTERPRET=1 the same body is an opaque `custom_op`.
-    """
-    register = torch.library.custom_op if triton.knobs.runtime.interpret else torch.library.triton_op
-    return register(name, mutates_args=mutates_args)
+# PyTorch cannot trace kernels that the interpreter runs: with TRITON_INTERPRET=1 the forward is a single node as well.
+_register_forward = torch.library.custom_op if triton.knobs.runtime.interpret else torch.library.triton_op
 
 
-@_register("msda_op::forward")
+@_register_forward("msda_op::forward", mutates_args=())
 def forward(
     value: Tensor,
     spatial_shapes: Tensor,
@@ -70,7 +67,7 @@ def _(
     return value.new_empty(sizes.batch, sizes.num_queries, sizes.num_heads * sizes.head_dim)
 
 
-@_register("msda_op::backward")
+@torch.library.custom_op("msda_op::backward", mutates_args=())
 def backward(
     grad_output: Tensor,
     value: Tensor,
@@ -130,7 +127,9 @@ def _(
     ]
 
 
-@_register("msda_op::accumulate_backward", mutates_args=("grad_value_buffer", "grad_locations", "grad_weights"))
+@torch.library.custom_op(
+    "msda_op::accumulate_backward", mutates_args=("grad_value_buffer", "grad_locations", "grad_weights")
+)
 def accumulate_backward(
     grad_value_buffer: Tensor,
     grad_locations: Tensor | None,
