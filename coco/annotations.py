@@ -295,7 +295,7 @@ def _find_places(
 def _parse_boxes(sources: list[dict[str, Any]], json_path: Path) -> NDArray[np.float64]:
     """Returns the boxes, float64 [boxes, 4]."""
     boxes = [source["bbox"] for source in sources]
-    wrong = next((place for place, bbox in enumerate(boxes) if not _is_box(bbox)), None)
+    wrong = next((place for place, bbox in enumerate(boxes) if not is_box(bbox)), None)
     if wrong is not None:
         raise DataError(
             f"bbox must be four finite numbers (left, top, width, height), got {boxes[wrong]} in annotation "
@@ -304,7 +304,7 @@ def _parse_boxes(sources: list[dict[str, Any]], json_path: Path) -> NDArray[np.f
     return np.array(boxes, dtype=np.float64).reshape(-1, 4)
 
 
-def _is_box(bbox: Any) -> bool:
+def is_box(bbox: Any) -> bool:
     """Whether it is a list of four finite numbers; the sum of finite numbers is finite unless they are astronomical."""
     if not (isinstance(bbox, list) and len(bbox) == 4):
         return False

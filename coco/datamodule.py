@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from coco.annotations import AnnotationTable, Category, index_table, read_categories, read_table
 from coco.collate import Batch, collate
 from coco.dataset import CocoDataset, Sample, Transform
+from coco.doctor import require_files
 from coco.errors import DataError
 from coco.sampling import Draws, DrawSampler, TrainingLoader
 from coco.shapes import SHAPES
@@ -108,6 +109,7 @@ class CocoDataModule(LightningDataModule):
                 f"{self.train_json} and {self.num_classes} in {self.val_json} with other ids or names; list all "
                 "categories in both files"
             )
+        require_files(annotations.file_names, self.train_images)
         return CocoDataset(annotations=annotations, images_dir=self.train_images, transform=self.train_transform)
 
     @cached_property
@@ -123,6 +125,7 @@ class CocoDataModule(LightningDataModule):
     @cached_property
     def val_dataset(self) -> CocoDataset:
         """The validation images."""
+        require_files(self.val_table.file_names, self.val_images)
         return CocoDataset(annotations=self.val_table, images_dir=self.val_images, transform=self.eval_transform)
 
     def train_dataloader(self) -> TrainingLoader:

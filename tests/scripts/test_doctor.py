@@ -1,0 +1,33 @@
+import json
+
+import pytest
+
+from coco.synthetic import SyntheticSpec, write_synthetic_dataset
+from scripts.doctor import main
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_synthetic_dataset(SyntheticSpec(num_train=3, num_val=2, image_size=48, seed=0), tmp_path)
+
+
+def words(folder):
+    paths = {name: f"annotations/instances_{name}.json" for name in ("train", "val")}
+    return ["data=coco", f"data.root={folder}", *(f"data.{name}_json={path}" for name, path in paths.items()),
+            "data.train_images=train", "data.val_images=val", "--workers=1"]  # fmt: skip
+
+
+def test_the_exit_status_says_whether_training_takes_the_data(folder, tmp_path, capsys):
+    report = tmp_path / "out" / "report.json"
+    assert main([*words(folder), f"--json={report}"]) == 0
+    assert set(json.loads(report.read_text())) == {"train", "val"}
+    next((folder / "train").iterdir()).unlink()
+    assert main([*words(folder), "--annotations-only"]) == 0
+    capsys.readouterr()
+    assert main(words(folder)) == 1
+    assert "missing image file" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_absent_data_is_told_in_a_line(tmp_path, capsys):
+    assert main(["data=coco", f"data.root={tmp_path}"]) == 1
+    assert capsys.readouterr().err.startswith("error: annotation files and image folders must exist")
