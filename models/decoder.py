@@ -44,6 +44,7 @@ class DeformableDecoderLayer(nn.Module):
         dropout: float,
         backend: str,
         fused: bool,
+        fused_norm: bool,
     ) -> None:
         """Creates the layer; see `models.deformable_transformer.EncoderDecoder` for the arguments."""
         super().__init__()
@@ -56,12 +57,12 @@ class DeformableDecoderLayer(nn.Module):
             fused=fused,
         )
         self.dropout = dropout
-        self.norm1 = ResidualNorm(d_model, dropout=dropout)
+        self.norm1 = ResidualNorm(d_model, dropout=dropout, fused=fused_norm)
         self.self_attn = SelfAttention(d_model=d_model, num_heads=num_heads, dropout=dropout)
-        self.norm2 = ResidualNorm(d_model, dropout=dropout)
+        self.norm2 = ResidualNorm(d_model, dropout=dropout, fused=fused_norm)
         self.linear1 = nn.Linear(d_model, dim_feedforward)
         self.linear2 = nn.Linear(dim_feedforward, d_model)
-        self.norm3 = ResidualNorm(d_model, dropout=dropout)
+        self.norm3 = ResidualNorm(d_model, dropout=dropout, fused=fused_norm)
 
     def forward(
         self,

@@ -51,6 +51,7 @@ class EncoderDecoder(nn.Module):
         gradient_checkpointing: bool,
         backend: str,
         fused: bool,
+        fused_norm: bool,
         decoder_norm: nn.Module | None,
         ref_point_head: nn.Module | None,
         look_forward_twice: bool,
@@ -72,6 +73,7 @@ class EncoderDecoder(nn.Module):
             gradient_checkpointing: whether training recomputes each layer in the backward pass to save memory.
             backend: backend of the op, one of `msda_op.BACKENDS`.
             fused: whether the op takes offsets and logits instead of locations and weights, see `MSDeformAttn`.
+            fused_norm: whether norms take dropout and residual into one kernel on a GPU, see `ResidualNorm`.
             decoder_norm: see `models.decoder.DeformableDecoder`, as the next two.
             ref_point_head: see there.
             look_forward_twice: see there.
@@ -92,6 +94,7 @@ class EncoderDecoder(nn.Module):
                 dropout=dropout,
                 backend=backend,
                 fused=fused,
+                fused_norm=fused_norm,
             )
             for _ in range(num_encoder_layers)
         ]
@@ -105,6 +108,7 @@ class EncoderDecoder(nn.Module):
                 dropout=dropout,
                 backend=backend,
                 fused=fused,
+                fused_norm=fused_norm,
             )
             for _ in range(num_decoder_layers)
         ]
@@ -165,7 +169,7 @@ class DeformableTransformer(EncoderDecoder):
 
         Args:
             two_stage: whether the queries start from the encoder's best proposals instead of learned embeddings.
-            **settings: see `EncoderDecoder`, up to `fused`.
+            **settings: see `EncoderDecoder`, up to `fused_norm`.
         """
         super().__init__(decoder_norm=None, ref_point_head=None, look_forward_twice=False, **settings)
         self.two_stage = two_stage

@@ -55,7 +55,7 @@ class DinoTransformer(EncoderDecoder):
 
         Args:
             d_model: width C of features and queries, a multiple of 4 and of the number of heads.
-            **settings: see `models.deformable_transformer.EncoderDecoder`, up to `fused`.
+            **settings: see `models.deformable_transformer.EncoderDecoder`, up to `fused_norm`.
         """
         super().__init__(
             d_model=d_model,

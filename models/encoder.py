@@ -24,6 +24,7 @@ class DeformableEncoderLayer(nn.Module):
         dropout: float,
         backend: str,
         fused: bool,
+        fused_norm: bool,
     ) -> None:
         """Creates the layer; see `models.deformable_transformer.EncoderDecoder` for the arguments."""
         super().__init__()
@@ -36,10 +37,10 @@ class DeformableEncoderLayer(nn.Module):
             fused=fused,
         )
         self.dropout = dropout
-        self.norm1 = ResidualNorm(d_model, dropout=dropout)
+        self.norm1 = ResidualNorm(d_model, dropout=dropout, fused=fused_norm)
         self.linear1 = nn.Linear(d_model, dim_feedforward)
         self.linear2 = nn.Linear(dim_feedforward, d_model)
-        self.norm2 = ResidualNorm(d_model, dropout=dropout)
+        self.norm2 = ResidualNorm(d_model, dropout=dropout, fused=fused_norm)
 
     def forward(self, features: Tensor, reference_points: Tensor, levels: FeatureLevels) -> Tensor:
         """Updates the features.

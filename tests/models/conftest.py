@@ -35,6 +35,7 @@ TRANSFORMER = {
     "gradient_checkpointing": False,
     "backend": "reference",
     "fused": True,
+    "fused_norm": True,
 }
 VARIANTS: dict[str, dict[str, bool]] = {
     "base": {"box_refine": False, "two_stage": False},

@@ -24,6 +24,7 @@ def build(gradient_checkpointing: bool = False, **overrides: Any) -> DeformableD
             dropout=0.2,
             backend="reference",
             fused=True,
+            fused_norm=True,
         )
         for _ in range(3)
     ]

@@ -18,6 +18,7 @@ def build(gradient_checkpointing: bool = False) -> DeformableEncoder:
             dropout=0.2,
             backend="reference",
             fused=True,
+            fused_norm=True,
         )
         for _ in range(2)
     ]

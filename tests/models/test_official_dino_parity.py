@@ -84,6 +84,7 @@ def build_model(settings: dict[str, Any]) -> Dino:
             gradient_checkpointing=False,
             backend="reference",
             fused=False,
+            fused_norm=True,
         ),
         denoising=ContrastiveDenoising(num_queries=100, max_queries=200, label_noise_ratio=0.5, box_noise_scale=1.0),
         num_classes=91,

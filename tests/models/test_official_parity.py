@@ -84,6 +84,7 @@ def build_model(settings: dict[str, Any]) -> DeformableDetr:
             gradient_checkpointing=False,
             backend="reference",
             fused=True,
+            fused_norm=True,
         ),
         num_classes=91,
         box_refine=settings.get("with_box_refine", False),

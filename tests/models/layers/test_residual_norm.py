@@ -7,7 +7,7 @@ WIDTH = 12
 
 
 def build(dropout: float) -> ResidualNorm:
-    norm = ResidualNorm(WIDTH, dropout=dropout)
+    norm = ResidualNorm(WIDTH, dropout=dropout, fused=True)
     torch.nn.init.normal_(norm.weight)
     torch.nn.init.normal_(norm.bias)
     return norm

@@ -1,0 +1,177 @@
+"""LayerNorm(residual + dropout(branch)) as one op: a kernel forward, two in the backward pass.
+
+Importing this module imports Triton and registers `triton_detr::residual_norm` and its backward op.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from models.layers.fused_norm_kernels import backward_kernel, forward_kernel
+
+# Elements of a block of rows, 16 a lane; and programs that share the rows in the backward pass.
+_BLOCK_ELEMENTS = 2048
+_NUM_WARPS = 4
+_MAX_PROGRAMS = 512
+
+
+def _register(name: str) -> Callable[[Callable], Any]:
+    """Registers a body that launches kernels, visibly to `torch.compile` unless the interpreter runs them."""
+    register = torch.library.custom_op if triton.knobs.runtime.interpret else torch.library.triton_op
+    return register(name, mutates_args=())
+
+
+@_register("triton_detr::residual_norm")
+def residual_norm(
+    residual: Tensor,
+    branch: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    seed: Tensor | None,
+    probability: float,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Adds, drops and normalises.
+
+    output = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias, s = residual + dropout(branch)  (arXiv 1607.06450, 3.1)
+
+    Args:
+        residual: `[..., C]`, float32, float16 or bfloat16.
+        branch: the same shape, any of these dtypes.
+        weight: `[C]`.
+        bias: `[C]`.
+        seed: int64 `[1]` on the device, what the dropped channels are drawn from; None drops nothing.
+        probability: of dropping a channel of the branch, in 0..1 without 1.
+        eps: added to the variance.
+        dtype: dtype of the output.
+
+    Returns:
+        The output; mean and inverse deviation of each row, float32 `[rows]`, for the backward pass.
+
+    Notes:
+        Differentiable once in the first four. Deterministic: sums have a fixed order. Float32 inside.
+    """
+    residual, branch = residual.contiguous(), branch.contiguous()
+    num_rows = residual.numel() // residual.shape[-1]
+    output = torch.empty_like(residual, dtype=dtype)
+    mean, inverse_deviation = (residual.new_empty(num_rows, dtype=torch.float32) for _ in range(2))
+    if num_rows > 0:
+        sizes = _sizes(residual, seed, probability)
+        grid = (triton.cdiv(num_rows, sizes["BLOCK_R"]),)
+        _launch(forward_kernel, grid, residual)(
+            residual, branch, weight, bias, seed, output, mean, inverse_deviation, eps=eps, **sizes
+        )
+    return output, mean, inverse_deviation
+
+
+@residual_norm.register_fake
+def _(
+    residual: Tensor,
+    branch: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    seed: Tensor | None,
+    probability: float,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = residual.new_empty(residual.numel() // residual.shape[-1], dtype=torch.float32)
+    return residual.new_empty(residual.shape, dtype=dtype), rows, torch.empty_like(rows)
+
+
+@_register("triton_detr::residual_norm_backward")
+def residual_norm_backward(
+    grad_output: Tensor,
+    residual: Tensor,
+    branch: Tensor,
+    weight: Tensor,
+    seed: Tensor | None,
+    mean: Tensor,
+    inverse_deviation: Tensor,
+    probability: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of residual and branch, and those of weight and bias as float32 `[2, C]`."""
+    grad_output, residual, branch = (tensor.contiguous() for tensor in (grad_output, residual, branch))
+    grad_residual, grad_branch = torch.empty_like(residual), torch.empty_like(branch)
+    sizes = _sizes(residual, seed, probability)
+    num_programs = max(1, min(_MAX_PROGRAMS, triton.cdiv(sizes["num_rows"], sizes["BLOCK_R"])))
+    partial_sums = weight.new_empty((num_programs, 2, residual.shape[-1]), dtype=torch.float32)
+    _launch(backward_kernel, (num_programs,), residual)(
+        grad_output,
+        residual,
+        branch,
+        weight,
+        seed,
+        mean,
+        inverse_deviation,
+        grad_residual,
+        grad_branch,
+        partial_sums,
+        **sizes,
+    )
+    return grad_residual, grad_branch, partial_sums.sum(0)
+
+
+@residual_norm_backward.register_fake
+def _(
+    grad_output: Tensor,
+    residual: Tensor,
+    branch: Tensor,
+    weight: Tensor,
+    seed: Tensor | None,
+    mean: Tensor,
+    inverse_deviation: Tensor,
+    probability: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_parameters = weight.new_empty((2, residual.shape[-1]), dtype=torch.float32)
+    contiguous = torch.contiguous_format
+    return *(torch.empty_like(tensor, memory_format=contiguous) for tensor in (residual, branch)), grad_parameters
+
+
+def _sizes(residual: Tensor, seed: Tensor | None, probability: float) -> dict[str, Any]:
+    block_c = max(4, triton.next_power_of_2(residual.shape[-1]))
+    return {
+        "num_rows": residual.numel() // residual.shape[-1],
+        "num_channels": residual.shape[-1],
+        "probability": probability,
+        "scale": 1 / (1 - probability),
+        "DROPS": seed is not None,
+        "BLOCK_R": max(1, _BLOCK_ELEMENTS // block_c),
+        "BLOCK_C": block_c,
+        "num_warps": _NUM_WARPS,
+    }
+
+
+def _launch(kernel: Any, grid: tuple[int], device_of: Tensor) -> Callable[..., None]:
+    # PyTorch sees through a wrapped kernel when it traces; the interpreter has nothing to wrap.
+    wrapped = kernel if triton.knobs.runtime.interpret else torch.library.wrap_triton(kernel)
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        with torch.cuda.device_of(device_of):
+            wrapped[grid](*args, **kwargs)
+
+    return run
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    residual, branch, weight, _, seed, probability, _, _ = inputs
+    _, mean, inverse_deviation = output
+    ctx.mark_non_differentiable(mean, inverse_deviation)
+    ctx.save_for_backward(residual, branch, weight, seed, mean, inverse_deviation)
+    ctx.probability = probability
+
+
+def _differentiate(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    weight = ctx.saved_tensors[2]
+    grad_residual, grad_branch, grad_parameters = residual_norm_backward(
+        grad_output, *ctx.saved_tensors, ctx.probability
+    )
+    grad_weight, grad_bias = grad_parameters.to(weight.dtype).unbind()
+    return grad_residual, grad_branch, grad_weight, grad_bias, None, None, None, None
+
+
+residual_norm.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,139 @@
+"""Kernels of dropout + residual + LayerNorm.
+
+R rows of C channels. A program takes blocks of BLOCK_R rows with all their channels; all arithmetic is float32. Nothing
+is atomic: the backward kernel leaves the parameters' gradients as one partial sum a program.
+
+The dropped channels are a function of seed, row and channel (Philox), so that the backward kernel finds them again.
+"""
+
+import triton
+import triton.language as tl
+
+# Seven rounds of Philox pass the batteries of tests for random numbers; ten are its authors' safety margin.
+_ROUNDS = tl.constexpr(7)
+
+
+@triton.jit
+def keep_mask(seed, rows, probability, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Draws which channels of rows [BLOCK_R] are kept, bool [BLOCK_R, BLOCK_C]; one Philox call makes four numbers."""
+    columns = tl.arange(0, BLOCK_C // 4)
+    counters = rows[:, None] * (BLOCK_C // 4) + columns[None, :]
+    first, second, third, fourth = tl.randint4x(seed, counters, n_rounds=_ROUNDS)
+    numbers = tl.join(tl.join(first, second), tl.join(third, fourth)).reshape(BLOCK_R, BLOCK_C)
+    uniform = (numbers.to(tl.uint32, bitcast=True) >> 8).to(tl.float32) * (1.0 / (1 << 24))
+    return uniform >= probability
+
+
+@triton.jit
+def load_sum(
+    residual,
+    branch,
+    seed,
+    rows,
+    places,
+    mask,
+    probability,
+    scale,
+    DROPS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Returns residual + dropout(branch), float32 [BLOCK_R, BLOCK_C], and which channels of the branch are kept."""
+    added = tl.load(branch + places, mask=mask, other=0.0).to(tl.float32)
+    keep = mask
+    if DROPS:
+        keep = keep_mask(tl.load(seed), rows, probability, BLOCK_R, BLOCK_C)
+        added = tl.where(keep, added * scale, 0.0)
+    return tl.load(residual + places, mask=mask, other=0.0).to(tl.float32) + added, keep
+
+
+@triton.jit
+def forward_kernel(
+    residual,
+    branch,
+    weight,
+    bias,
+    seed,
+    output,
+    mean,
+    inverse_deviation,
+    num_rows,
+    num_channels,
+    eps,
+    probability,
+    scale,
+    DROPS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Writes the normalised sum of BLOCK_R rows, and each row's mean and inverse deviation."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    columns = tl.arange(0, BLOCK_C)
+    inside = columns < num_channels
+    mask = (rows < num_rows)[:, None] & inside[None, :]
+    places = rows[:, None] * num_channels + columns[None, :]
+    summed, _ = load_sum(residual, branch, seed, rows, places, mask, probability, scale, DROPS, BLOCK_R, BLOCK_C)
+    row_mean = tl.sum(summed, axis=1) / num_channels
+    centred = tl.where(mask, summed - row_mean[:, None], 0.0)
+    row_inverse = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=1) / num_channels + eps)
+    factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    result = centred * row_inverse[:, None] * factor[None, :] + shift[None, :]
+    tl.store(output + places, result.to(output.dtype.element_ty), mask=mask)
+    tl.store(mean + rows, row_mean, mask=rows < num_rows)
+    tl.store(inverse_deviation + rows, row_inverse, mask=rows < num_rows)
+
+
+@triton.jit
+def backward_kernel(
+    grad_output,
+    residual,
+    branch,
+    weight,
+    seed,
+    mean,
+    inverse_deviation,
+    grad_residual,
+    grad_branch,
+    partial_sums,
+    num_rows,
+    num_channels,
+    probability,
+    scale,
+    DROPS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Writes both inputs' gradients of every n-th block of rows, n programs; and [2, C] sums for weight and bias.
+
+    With x the normalised row, g = weight * grad_output and r the inverse deviation: grad_sum = r (g - mean(g) - x
+    mean(g x)), grad_weight = sum of grad_output x, grad_bias = sum of grad_output.
+    """
+    program = tl.program_id(0)
+    columns = tl.arange(0, BLOCK_C)
+    inside = columns < num_channels
+    factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    grad_weight = tl.zeros([BLOCK_C], dtype=tl.float32)
+    grad_bias = tl.zeros([BLOCK_C], dtype=tl.float32)
+    for start in range(program * BLOCK_R, num_rows, tl.num_programs(0) * BLOCK_R):
+        rows = start + tl.arange(0, BLOCK_R).to(tl.int64)
+        mask = (rows < num_rows)[:, None] & inside[None, :]
+        places = rows[:, None] * num_channels + columns[None, :]
+        summed, keep = load_sum(residual, branch, seed, rows, places, mask, probability, scale, DROPS, BLOCK_R, BLOCK_C)
+        row_mean = tl.load(mean + rows, mask=rows < num_rows, other=0.0)
+        row_inverse = tl.load(inverse_deviation + rows, mask=rows < num_rows, other=0.0)
+        gradient = tl.load(grad_output + places, mask=mask, other=0.0).to(tl.float32)
+        normalised = tl.where(mask, (summed - row_mean[:, None]) * row_inverse[:, None], 0.0)
+        grad_weight += tl.sum(gradient * normalised, axis=0)
+        grad_bias += tl.sum(gradient, axis=0)
+        scaled = gradient * factor[None, :]
+        mean_scaled = tl.sum(scaled, axis=1) / num_channels
+        mean_product = tl.sum(scaled * normalised, axis=1) / num_channels
+        grad_sum = (scaled - mean_scaled[:, None] - normalised * mean_product[:, None]) * row_inverse[:, None]
+        tl.store(grad_residual + places, grad_sum.to(grad_residual.dtype.element_ty), mask=mask)
+        if DROPS:
+            grad_sum = tl.where(keep, grad_sum * scale, 0.0)
+        tl.store(grad_branch + places, grad_sum.to(grad_branch.dtype.element_ty), mask=mask)
+    mine = partial_sums + program * 2 * num_channels
+    tl.store(mine + columns, grad_weight, mask=inside)
+    tl.store(mine + num_channels + columns, grad_bias, mask=inside)
