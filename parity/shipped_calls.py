@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from msda_op.options import DEFAULT_OPTIONS, Options
-from msda_op.triton import hopper, launch
+from msda_op.triton import launch
 from msda_op.triton.launch import Inputs, Needs, Targets
 from parity.presets import PRESETS, Preset
 
@@ -22,6 +22,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _BATCH = 4
 _ODD = Preset("odd", ((33, 51), (17, 26)), num_queries=300, num_heads=5, head_dim=20, num_points=3)
 _WIDE = Preset("wide", ((33, 51), (17, 26)), num_queries=300, num_heads=2, head_dim=256, num_points=16)
+_WIDE_HEADS = Preset("wide heads", ((33, 51), (17, 26)), num_queries=2125, num_heads=4, head_dim=64)
+_MOST_SAMPLES = Preset("most samples", ((33, 51),) * 8, num_queries=300, num_heads=8, num_points=16)
 _HEAD_MAJOR = Options(value_layout="BNLC")
 _EVERY_OPTION = Options("border", align_corners=True, value_layout="BNLC", sampling_locations_layout="B2QHLP")
 _TRAINING = Needs(value=True, points=True, scores=True, reference_points=False)
@@ -68,12 +70,13 @@ def shipped_calls() -> list[ShippedCall]:
     calls += _pass_calls("wide fp32", _WIDE, torch.float32, 0, [_TRAINING])
     for dtype_name in ("bf16", "fp32"):
         calls += _gradient_set_calls(f"encoder {dtype_name}", PRESETS["encoder"], DTYPES[dtype_name])
-    for name, options in (("head-major", _HEAD_MAJOR), ("border, aligned, head-major, pair first", _EVERY_OPTION)):
-        calls += _pass_calls(f"encoder bf16 {name}", PRESETS["encoder"], torch.bfloat16, 0, [_TRAINING], options)
+    calls += _pass_calls("encoder bf16 head-major", PRESETS["encoder"], torch.bfloat16, 0, [_TRAINING], _HEAD_MAJOR)
+    for dtype_name in ("bf16", "fp32"):
+        name = f"encoder {dtype_name} border, aligned, head-major, pair first"
+        calls += _pass_calls(name, PRESETS["encoder"], DTYPES[dtype_name], 0, [_TRAINING], _EVERY_OPTION)
     calls += _pass_calls("encoder bf16 fused boxes", PRESETS["encoder"], torch.bfloat16, 4, [_REFINING])
     calls += _accumulation_calls(PRESETS["encoder"])
-    for name, dtype_name in (("encoder", "bf16"), ("encoder", "fp16"), ("decoder", "bf16")):
-        calls += _hopper_calls(PRESETS[name], dtype_name)
+    calls += _hopper_calls()
     return calls
 
 
@@ -127,26 +130,27 @@ def _accumulation_calls(preset: Preset) -> Iterator[ShippedCall]:
     yield ShippedCall(f"{preset.name} fp16 backward into four buffers", preset.head_dim, True, into_buffers)
 
 
-def _hopper_calls(preset: Preset, dtype_name: str) -> Iterator[ShippedCall]:
-    """Yields the fast path of sm_90 by its own functions, on head-major values, with both ways to their gradient."""
-    shapes, dtype = preset.spatial_shapes, DTYPES[dtype_name]
-    grad_output, plain = unallocated_inputs(preset, dtype, 0, _HEAD_MAJOR)
-    fused = unallocated_inputs(preset, dtype, 2, _HEAD_MAJOR)[1]
-    assert fused.reference_points is not None
-    samples = (plain.value, shapes, plain.points, plain.scores)
-    offsets = (fused.value, shapes, fused.reference_points, fused.points, fused.scores)
-    backward = partial(hopper.backward, grad_output, *samples, value_layout="BNLC")
+def _hopper_calls() -> Iterator[ShippedCall]:
+    """Yields what only the fast kernels of sm_90 tell apart: common calls reach them by themselves there."""
+    for name, layout in product(("encoder", "decoder"), (DEFAULT_OPTIONS, _HEAD_MAJOR)):
+        label = f"hopper {name} bf16 {layout.value_layout}"
+        yield from _ways_of_hopper(label, PRESETS[name], 2, layout)
+    yield from _ways_of_hopper("hopper wide heads bf16", _WIDE_HEADS, 0, DEFAULT_OPTIONS)
+    yield from _ways_of_hopper("hopper most samples bf16", _MOST_SAMPLES, 0, DEFAULT_OPTIONS)
+
+
+def _ways_of_hopper(name: str, preset: Preset, num_coordinates: int, options: Options) -> Iterator[ShippedCall]:
+    """Yields a forward pass, and backward passes with a frozen value and in a fixed order beside the common one."""
+    grad_output, inputs = unallocated_inputs(preset, torch.bfloat16, num_coordinates, options)
+    backward = partial(launch.backward, grad_output, inputs, options, True)
     runs: dict[str, Callable[[], Any]] = {
-        "forward": partial(hopper.forward, *samples, value_layout="BNLC"),
-        "fused forward": partial(hopper.fused_forward, *offsets, value_layout="BNLC"),
-        "backward by records": partial(backward, scatter="records"),
-        "backward by atomics": partial(backward, scatter="atomics"),
-        "deterministic backward": partial(backward, deterministic=True),
-        "backward of a frozen value": partial(backward, compute_grad_value=False),
-        "fused backward": partial(hopper.fused_backward, grad_output, *offsets, value_layout="BNLC"),
+        "forward": partial(launch.forward, inputs, options),
+        "backward": partial(backward, False, _TRAINING),
+        "backward of a frozen value": partial(backward, False, _FROZEN_VALUE),
+        "deterministic backward": partial(backward, True, _TRAINING),
     }
     for words, run in runs.items():
-        yield ShippedCall(f"hopper {preset.name} {dtype_name} {words}", preset.head_dim, True, run, architecture=90)
+        yield ShippedCall(f"{name} {words}", preset.head_dim, True, run, architecture=90)
 
 
 def unallocated_inputs(

@@ -52,7 +52,7 @@ def test_calls_have_names_of_their_own_and_launch_something(recorded: dict) -> N
 
 
 def test_recording_alone_compiles_nothing_and_sees_the_grid(recorded: dict) -> None:
-    (kernel, programs, compiled), *_ = recorded["reached"]["encoder bf16 forward"]
+    (kernel, programs, compiled), *_ = recorded["reached"]["wide bf16 forward"]
     assert kernel == "forward.forward_kernel"
     assert programs > 1000
     assert compiled is None
