@@ -38,6 +38,6 @@ class ResidualNorm(nn.LayerNorm):
             drops = self.training and self.dropout > 0
             seed = torch.randint(2**62, (1,), device=branch.device) if drops else None
             probability = self.dropout if drops else 0.0
-            return residual_norm(residual, branch, self.weight, self.bias, seed, probability, self.eps, dtype)[0]
+            return residual_norm(residual, branch, self.weight, self.bias, seed, probability, self.eps, dtype)
         summed = residual + dropout(branch, self.dropout, self.training)
         return layer_norm(summed, self.normalized_shape, self.weight, self.bias, self.eps).to(dtype)

@@ -10,7 +10,7 @@ from parity.tolerances import GRADIENT, OUTPUT
 
 pytest.importorskip("triton")
 
-from models.layers.fused_norm import residual_norm
+from models.layers.fused_norm import forward, residual_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-5
@@ -41,7 +41,7 @@ def compose(keep: Tensor, scale: float) -> Callable[..., Tensor]:
 
 def fuse(seed: int | None, probability: float, dtype: torch.dtype) -> Callable[..., Tensor]:
     seeds = None if seed is None else torch.tensor([seed], device=DEVICE)
-    return lambda *leaves: residual_norm(*leaves, seeds, probability, EPS, dtype)[0]
+    return lambda *leaves: residual_norm(*leaves, seeds, probability, EPS, dtype)
 
 
 def kept(seed: int, probability: float, rows: int, channels: int) -> Tensor:
@@ -94,7 +94,12 @@ def test_the_op_is_registered_soundly() -> None:
     tensors = make_inputs(3, 8, torch.float32, torch.float32)
     leaves = [tensor.requires_grad_() for tensor in tensors[:4]]
     seeds = torch.tensor([3], device=DEVICE)
-    torch.library.opcheck(residual_norm, (*leaves, seeds, 0.2, EPS, torch.float32))
+    arguments = (*leaves, seeds, 0.2, EPS, torch.float32)
+    torch.library.opcheck(forward, arguments)
+    output, expected = forward(*arguments)[0], residual_norm(*arguments)
+    assert torch.equal(output, expected)
+    gradients = [torch.autograd.grad(result, leaves, tensors[4]) for result in (output, expected)]
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
 @pytest.mark.gpu
