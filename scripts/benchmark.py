@@ -3,6 +3,7 @@
     python -m scripts.benchmark op        our op beside every peer that can be imported
     python -m scripts.benchmark sweep     launch shapes of the plain kernels; --write keeps the fastest
     python -m scripts.benchmark variants  what coalescing, unrolling, float32 atomics and careful timing are worth
+    python -m scripts.benchmark inference detectors, eager, compiled, as CUDA graphs and as AOTInductor packages
 
 Each command prints a table and writes its rows as JSON, with GPU, driver, clocks, versions and commit.
 """
@@ -20,6 +21,9 @@ from typing import Any
 import torch
 
 from models.environment import describe_environment
+from parity.inference_benchmark import CONTENDERS, MODELS, CudaInferenceMeter, Job, build_detector, plot_dispatch
+from parity.inference_benchmark import format_row as format_inference
+from parity.inference_benchmark import measure_row as measure_inference
 from parity.peers import find_peers, own_implementations
 from parity.presets import PRESETS, make_preset_inputs
 from parity.speed import Row, Workload, compare_repeats, format_row, run_workload
@@ -27,6 +31,7 @@ from parity.timing import CudaMeter, CudaStopwatch, measure_copy_bandwidth, meas
 
 SCHEMA = 1
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PRECISIONS = ("bf16", "fp16", "tf32", "fp32")
 _SEED = 0
 
 
@@ -45,9 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the three commands."""
+    """Returns the parser of the commands."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True, metavar="op|sweep|variants")
+    commands = parser.add_subparsers(required=True, metavar="op|sweep|variants|inference")
 
     op = commands.add_parser("op", help="our op beside its peers")
     _add_workloads(op, presets="encoder,decoder,dino,large", batches="1,4,32", dtypes="bf16,fp16,fp32")
@@ -62,6 +67,18 @@ def build_parser() -> argparse.ArgumentParser:
     variants = commands.add_parser("variants", help="instructive variants")
     _add_workloads(variants, presets="encoder", batches="4", dtypes="bf16")
     variants.set_defaults(run=run_variants, out=Path("results/variants.json"), plot=None)
+
+    inference = commands.add_parser("inference", help="whole detectors, from raw images to boxes")
+    inference.add_argument("--models", type=parse_names(list(MODELS)), default="one_stage,two_stage,dino")
+    inference.add_argument("--contenders", type=parse_names(CONTENDERS), default=",".join(CONTENDERS))
+    inference.add_argument("--precisions", type=parse_names(PRECISIONS), default="bf16")
+    inference.add_argument("--batches", type=parse_counts, default="1,8")
+    inference.add_argument("--size", type=parse_size, default="800x1333", help="height and width of the images")
+    inference.add_argument("--set", action="append", default=[], help="override of configs/export.yaml, repeatable")
+    inference.add_argument("--repeats", type=parse_repeats, default="100", help="calls that are timed")
+    inference.add_argument("--plot", type=Path, help="picture of kernels and dispatch (needs matplotlib)")
+    inference.add_argument("--out", type=Path, default=Path("results/inference.json"), help="results file")
+    inference.set_defaults(run=run_inference)
     return parser
 
 
@@ -95,6 +112,14 @@ def parse_repeats(text: str) -> int:
     if not text.isdigit() or int(text) < 5:
         raise argparse.ArgumentTypeError(f"repeats must be a number from 5 on, got {text!r}; pass for example 20")
     return int(text)
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Reads height and width, e.g. 800x1333."""
+    words = text.split("x")
+    if len(words) != 2 or not all(word.isdigit() and int(word) > 0 for word in words):
+        raise argparse.ArgumentTypeError(f"size must be height and width, got {text!r}; pass for example 800x1333")
+    return int(words[0]), int(words[1])
 
 
 def run_op(options: argparse.Namespace) -> None:
@@ -173,6 +198,22 @@ def run_variants(options: argparse.Namespace) -> None:
             content["rows"].append(name | row)
             print("  ".join(f"{key} {text}" for key, text in row.items()), flush=True)
         write_results(options.out, content)
+
+
+def run_inference(options: argparse.Namespace) -> None:
+    """Times every contender on every detector and batch, each detector built once a batch."""
+    meter = CudaInferenceMeter(options.repeats)
+    rows: list[Row] = []
+    content = describe_run() | {"rows": rows}
+    for model, precision, batch in product(options.models, options.precisions, options.batches):
+        job = Job(model, precision, options.size, batch)
+        detector, tolerance = build_detector(job, options.set, torch.device("cuda"))
+        for name in options.contenders:
+            rows.append(measure_inference(name, job, detector, tolerance, meter))
+            print(format_inference(rows[-1]), flush=True)
+            write_results(options.out, content)
+    if options.plot is not None:
+        plot_dispatch(rows, options.plot)
 
 
 def draw_workloads(options: argparse.Namespace) -> Iterator[Workload]:

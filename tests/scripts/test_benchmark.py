@@ -23,6 +23,8 @@ from scripts.benchmark import SCHEMA, build_parser, main, plot_rows, write_resul
         (["op", "--presets", "encoder,huge"], "names must be of encoder, decoder, dino, large, got 'huge'"),
         (["op", "--dtypes", "fp8"], "names must be of bf16, fp16, fp32, got 'fp8'"),
         (["sweep", "--batches", "4,0"], "counts must be positive numbers, got '4,0'"),
+        (["inference", "--models", "yolo"], "names must be of one_stage, refine, two_stage, dino, got 'yolo'"),
+        (["inference", "--size", "800"], "size must be height and width, got '800'"),
         (["variants", "--repeats", "2"], "repeats must be a number from 5 on, got '2'"),
         ([], "arguments are required"),
     ],
@@ -35,7 +37,7 @@ def test_wrong_arguments_are_refused(arguments: list[str], message: str, capsys:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-@pytest.mark.parametrize("command", ["op", "sweep", "variants"])
+@pytest.mark.parametrize("command", ["op", "sweep", "variants", "inference"])
 def test_a_machine_without_a_gpu_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([command])
@@ -182,3 +184,14 @@ def test_commands_run_and_their_files_hold_what_they_promise(tmp_path: Path) -> 
     ours = [row for row in rows if row["implementation"] == "msda_op triton"]
     assert [row["status"] for row in ours] == ["timed", "timed"]
     assert 0 < ours[0]["forward_device_ms_median"] < ours[0]["forward_wall_ms_median"]
+
+
+@pytest.mark.gpu
+def test_inference_times_what_answers_as_eager_does(tmp_path: Path) -> None:
+    out = tmp_path / "inference.json"
+    arguments = ["inference", "--models", "one_stage", "--batches", "1", "--size", "256x320", "--repeats", "5"]
+    assert main([*arguments, "--contenders", "eager,graph", "--out", str(out)]) == 0
+    eager, graph = json.loads(out.read_text())["rows"]
+    assert (eager["status"], graph["status"]) == ("timed", "timed")
+    assert graph["difference"]["bitwise_equal"]
+    assert graph["busy_ms"] < graph["wall_ms_p50"] < eager["wall_ms_p50"]
