@@ -99,6 +99,13 @@ def _detach_attention(
     return op(value, shapes, locations, _scale_gradient(weights, 1 - size))
 
 
+def _turn_gradients_around(
+    op: Op, size: float, value: Tensor, shapes: HostShapes, locations: Tensor, weights: Tensor
+) -> Tensor:
+    value, locations, weights = (_scale_gradient(tensor, 1 - 2 * size) for tensor in (value, locations, weights))
+    return op(value, shapes, locations, weights)
+
+
 def _swap_axes(op: Op, size: float, value: Tensor, shapes: HostShapes, locations: Tensor, weights: Tensor) -> Tensor:
     return op(value, shapes, locations + size * (locations.flip(-1) - locations), weights)
 
@@ -126,6 +133,7 @@ FAULTS = (
     Fault("attention gradient detached", ("op", "model", "trajectory"), _detach_attention),
     Fault("x and y swapped", ("op", "model", "trajectory", "evaluation"), _swap_axes),
     Fault("padded values not zeroed", ("model", "trajectory"), None, faint=True),
+    Fault("gradients of the wrong sign", ("op", "model", "trajectory", "ensemble"), _turn_gradients_around),
     Fault("value gradient added in bf16", ("op", "model", "trajectory"), _accumulate_in_bf16, faint=True),
 )
 

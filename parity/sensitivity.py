@@ -169,7 +169,7 @@ def _detect_in_ensemble(experiment: Experiment, progress: Progress) -> Detect:
             recordings = [record(experiment, arm, settings.steps, progress) for arm in (base, broken)]
             outcomes.append(tuple(outcome(recording, settings.last_steps) for recording in recordings))
         test = compare_outcomes(outcomes, settings.margin, settings.confidence, settings.min_pairs)
-        return test.verdict is not Verdict.PASS
+        return test.verdict is Verdict.FAIL
 
     return detect
 

@@ -3,6 +3,7 @@
 from omegaconf import OmegaConf
 
 from parity.arms import load_experiment
+from parity.faults import FAULTS
 from parity.plan import describe_plan, plan_trainings
 from parity.suite import LEVELS
 
@@ -14,10 +15,11 @@ def test_all_levels_share_arms_and_the_longest_begins(overrides):
     assert [training.level for training in trainings] == ["evaluation", *["trajectory"] * 5, *["ensemble"] * 6]
     assert [training.num_steps for training in trainings] == [9, *[4] * 5, *[3] * 6]
     lines = describe_plan(experiment, list(LEVELS), trainings)
-    # 9 + 5 x 4 + 6 x 3 steps and 8 faults x 3 sizes x 3 steps; the slower process has 24 and 36 of them.
-    assert lines[0] == "training: 119 steps in 2 processes, about 0.1 minutes at 0.05 s a step"
+    broken = len(FAULTS) * 3 * 3  # three sizes, three steps
+    head = f"training: {9 + 5 * 4 + 6 * 3 + broken} steps in 2 processes, about 0.1 minutes at 0.05 s a step"
+    assert lines[0] == head
     assert "  trajectory: 5 arms of 4 to 4 steps, 20 in all" in lines
-    assert "  sensitivity: at most 72 steps of broken arms" in lines
+    assert f"  sensitivity: at most {broken} steps of broken arms" in lines
 
 
 def test_sensitivity_by_itself_plans_what_it_compares_with(overrides):

@@ -49,6 +49,16 @@ def test_a_fault_given_on_the_command_line_fails(level, overrides, tmp_path, cap
     assert banner in (tmp_path / "report.md").read_text()
 
 
+def test_the_whole_ensemble_fails_a_broken_op_and_passes_a_sound_one(overrides, tmp_path):
+    common = ["ensemble", *overrides, f"output={tmp_path}", "parity.ensemble.min_pairs=3", "data.limit_train=2"]
+    common += ["parity.ensemble.steps=12", "parity.ensemble.last_steps=4"]
+    common += [f"optimizer.{rate}=0.005" for rate in ("lr", "backbone_lr")]
+    assert main([*common, "parity.fault=gradients_of_the_wrong_sign"]) == 1
+    checks = {check["name"]: check["verdict"] for check in results_of(tmp_path)["levels"][0]["checks"]}
+    assert checks == {"conditions of 3 pairs": "PASS", "outcomes": "FAIL"}
+    assert main(common) == 0
+
+
 def test_too_few_pairs_prove_nothing(overrides):
     assert main(["ensemble", *overrides]) == 2
 
