@@ -3,6 +3,7 @@
     python -m scripts.benchmark op        our op beside every peer that can be imported
     python -m scripts.benchmark sweep     launch shapes of the plain kernels; --write keeps the fastest
     python -m scripts.benchmark variants  what coalescing, unrolling, float32 atomics and careful timing are worth
+    python -m scripts.benchmark step      a training step by phase; takes the overrides of train.py
     python -m scripts.benchmark inference detectors, eager, compiled, as CUDA graphs and as AOTInductor packages
 
 Each command prints a table and writes its rows as JSON, with GPU, driver, clocks, versions and commit.
@@ -27,6 +28,7 @@ from parity.inference_benchmark import measure_row as measure_inference
 from parity.peers import find_peers, own_implementations
 from parity.presets import PRESETS, make_preset_inputs
 from parity.speed import Row, Workload, compare_repeats, format_row, run_workload
+from parity.step_benchmark import StepCase, format_step, measure_step
 from parity.timing import CudaMeter, CudaStopwatch, measure_copy_bandwidth, measure_device_time, read_gpu_state
 
 SCHEMA = 1
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the commands."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True, metavar="op|sweep|variants|inference")
+    commands = parser.add_subparsers(required=True, metavar="op|sweep|variants|inference|step")
 
     op = commands.add_parser("op", help="our op beside its peers")
     _add_workloads(op, presets="encoder,decoder,dino,large", batches="1,4,32", dtypes="bf16,fp16,fp32")
@@ -79,6 +81,14 @@ def build_parser() -> argparse.ArgumentParser:
     inference.add_argument("--plot", type=Path, help="picture of kernels and dispatch (needs matplotlib)")
     inference.add_argument("--out", type=Path, default=Path("results/inference.json"), help="results file")
     inference.set_defaults(run=run_inference)
+    step = commands.add_parser("step", help="a training step by phase")
+    step.add_argument("overrides", nargs="*", help="as for train.py: model=..., op=..., precision=..., backbone=...")
+    step.add_argument("--batches", type=parse_counts, default="4")
+    step.add_argument("--size", type=parse_size, default="800x1333", help="height x width of the images")
+    step.add_argument("--boxes", type=int, default=12, help="targets of each image")
+    step.add_argument("--repeats", type=parse_repeats, default="20", help="measured steps")
+    step.add_argument("--out", type=Path, help="results file")
+    step.set_defaults(run=run_step, out=Path("results/step.json"), plot=None)
     return parser
 
 
@@ -120,6 +130,25 @@ def parse_size(text: str) -> tuple[int, int]:
     if len(words) != 2 or not all(word.isdigit() and int(word) > 0 for word in words):
         raise argparse.ArgumentTypeError(f"size must be height and width, got {text!r}; pass for example 800x1333")
     return int(words[0]), int(words[1])
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Reads a height and a width such as "800x1333"."""
+    words = text.split("x")
+    if len(words) != 2 or not all(word.isdigit() and int(word) > 0 for word in words):
+        raise argparse.ArgumentTypeError(f"size must be HEIGHTxWIDTH, got {text!r}; pass for example 800x1333")
+    return int(words[0]), int(words[1])
+
+
+def run_step(options: argparse.Namespace) -> None:
+    """Times a training step on random images, for every batch."""
+    rows = []
+    for batch in options.batches:
+        case = StepCase(tuple(options.overrides), batch, *options.size, options.boxes)
+        row = measure_step(case, torch.device("cuda"), warmup=10, repeats=options.repeats)
+        print(format_step(row), flush=True)
+        rows.append(row)
+        write_results(options.out, describe_run() | {"rows": rows})
 
 
 def run_op(options: argparse.Namespace) -> None:

@@ -49,6 +49,12 @@ class AotiFormat:
         self, source: Source, module: InferenceModule, buckets: tuple[Size, ...], batch_size: int, folder: Path
     ) -> dict[Size, Program]:
         """Compiles the programs and loads them again; see `models.export.build.Format`."""
+        return self.compile(module, buckets, batch_size, folder)
+
+    def compile(
+        self, module: InferenceModule, buckets: tuple[Size, ...], batch_size: int, folder: Path
+    ) -> dict[Size, Program]:
+        """Writes a package for each bucket into a folder, and loads it."""
         for bucket in buckets:
             exported = torch.export.export(module, example_inputs(bucket, batch_size, self.device), strict=False)
             torch._inductor.aoti_compile_and_package(

@@ -85,7 +85,10 @@ def export_detector(
     allow_tf32(precision.allow_tf32)
     module = build_module(source, precision=precision, backend=backend, fused=fused, device=format.device)
     programs = format.write(source, module, buckets, batch_size, folder)
-    measurements = [measure(program, module, bucket, batch_size, format.device) for bucket, program in programs.items()]
+    measurements = [
+        measure(program, module, bucket, batch_size, format.device, tolerance.min_score)
+        for bucket, program in programs.items()
+    ]
     manifest = Manifest(
         format=format.name,
         recipe=source.recipe,

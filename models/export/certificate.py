@@ -28,10 +28,13 @@ class Tolerance:
     Attributes:
         score: of the scores, which lie in 0..1.
         box_px: of the boxes' coordinates, in pixels.
+        min_score: detections that score less on both sides need no partner. In half precision another proposal may
+            take a place among the queries, whose boxes then are not to be compared.
     """
 
     score: float
     box_px: float
+    min_score: float
 
 
 @dataclass(frozen=True)
@@ -39,14 +42,16 @@ class Difference:
     """How far detections lie from the expected ones.
 
     Attributes:
-        score: largest difference of the scores of paired detections.
+        score: largest difference of the scores, of paired detections and of those of equal rank.
         box_px: largest difference of a coordinate of paired detections, in pixels.
+        compared: pairs that count.
         unpaired: expected detections that have no partner of their class.
         bitwise_equal: whether all numbers are the same, in the same order.
     """
 
     score: float
     box_px: float
+    compared: int
     unpaired: int
     bitwise_equal: bool
 
@@ -92,7 +97,9 @@ def contrasting_inputs(bucket: Size, batch_size: int) -> list[tuple[Tensor, Tens
     return inputs
 
 
-def measure(program: Program, eager: Program, bucket: Size, batch_size: int, device: torch.device) -> Measurement:
+def measure(
+    program: Program, eager: Program, bucket: Size, batch_size: int, device: torch.device, min_score: float
+) -> Measurement:
     """Compares a program with the eager detector.
 
     Args:
@@ -101,6 +108,7 @@ def measure(program: Program, eager: Program, bucket: Size, batch_size: int, dev
         bucket: height and width of the inputs in pixels.
         batch_size: B.
         device: where both run.
+        min_score: see `Tolerance`.
     """
     inputs = [
         (images.to(device), sizes_hw.to(device), originals.to(device))
@@ -108,7 +116,9 @@ def measure(program: Program, eager: Program, bucket: Size, batch_size: int, dev
     ]
     with torch.no_grad():
         answers = [_copy(program(*each)) for each in inputs]
-        differences = [compare_detections(eager(*each), answer) for each, answer in zip(inputs, answers, strict=True)]
+        differences = [
+            compare_detections(eager(*each), answer, min_score) for each, answer in zip(inputs, answers, strict=True)
+        ]
     first, second = answers
     return Measurement(
         bucket,
@@ -127,12 +137,13 @@ def largest(differences: Sequence[Difference]) -> Difference:
     return Difference(
         max(each.score for each in differences),
         max(each.box_px for each in differences),
+        sum(each.compared for each in differences),
         max(each.unpaired for each in differences),
         all(each.bitwise_equal for each in differences),
     )
 
 
-def compare_detections(expected: Outputs, actual: Outputs) -> Difference:
+def compare_detections(expected: Outputs, actual: Outputs, min_score: float = 0.0) -> Difference:
     """Pairs detections one to one within their class, and returns the largest differences.
 
     Near ties may come in another order, so detections are paired by how near they are, not by rank. For the same reason
@@ -142,6 +153,7 @@ def compare_detections(expected: Outputs, actual: Outputs) -> Difference:
     Args:
         expected: detections of the eager detector.
         actual: those of the program, of the same shapes.
+        min_score: see `Tolerance`.
 
     Raises:
         ValueError: if the shapes differ.
@@ -153,21 +165,24 @@ def compare_detections(expected: Outputs, actual: Outputs) -> Difference:
         )
     equal = all(torch.equal(one, other.to(one.device)) for one, other in zip(expected, actual, strict=True))
     rows = zip(*(tensor.detach().cpu() for tensor in (*expected, *actual)), strict=True)
-    found = [_compare_image(row[:3], row[3:]) for row in rows]
+    found = [_compare_image(row[:3], row[3:], min_score) for row in rows]
     return Difference(
         max((each[0] for each in found), default=0.0),
         max((each[1] for each in found), default=0.0),
         sum(each[2] for each in found),
+        sum(each[3] for each in found),
         equal,
     )
 
 
-def _compare_image(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> tuple[float, float, int]:
-    """Returns the largest difference of scores, of coordinates, and the number without partner, of one image."""
+def _compare_image(
+    expected: Sequence[Tensor], actual: Sequence[Tensor], min_score: float
+) -> tuple[float, float, int, int]:
+    """Returns the largest difference of scores, of coordinates, the pairs and the number without, of one image."""
     scores, labels, boxes = (tensor.double() for tensor in expected)
     other_scores, other_labels, other_boxes = (tensor.double() for tensor in actual)
     if not (torch.isfinite(boxes).all() and torch.isfinite(other_boxes).all()):
-        return float("inf"), float("inf"), len(scores)
+        return float("inf"), float("inf"), 0, len(scores)
     score_gaps = (scores[:, None] - other_scores).abs()
     box_gaps = (boxes[:, None] - other_boxes).abs().amax(-1)
     costs = torch.maximum(score_gaps * _PIXELS_PER_SCORE, box_gaps)
@@ -176,8 +191,10 @@ def _compare_image(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> tupl
     paired = costs[pairs[0], pairs[1]] < _ANOTHER_CLASS
     last_score = torch.maximum(scores.min(), other_scores.min())
     kept = paired & (torch.minimum(scores[pairs[0]], other_scores[pairs[1]]) > last_score)
+    kept &= torch.maximum(scores[pairs[0]], other_scores[pairs[1]]) >= min_score
     first, second = pairs[0][kept], pairs[1][kept]
-    score = float(score_gaps[first, second].max()) if len(first) else 0.0
+    by_rank = (scores.sort().values - other_scores.sort().values).abs().max()
+    score = float(torch.cat((score_gaps[first, second], by_rank.view(1))).max())
     box_px = float(box_gaps[first, second].max()) if len(first) else 0.0
-    lonely = ~paired & (scores[pairs[0]] > last_score + score)
-    return score, box_px, int(lonely.sum())
+    lonely = ~paired & (scores[pairs[0]] > last_score + score) & (scores[pairs[0]] >= min_score)
+    return score, box_px, len(first), int(lonely.sum())

@@ -204,7 +204,7 @@ class GraphedDetector:
         device = self._module.device
         graph = self._record(self._module, example_inputs(bucket, self._batch_size, device))
         self.captures += 1
-        found = measure(graph, self._module, bucket, self._batch_size, device)
+        found = measure(graph, self._module, bucket, self._batch_size, device, min_score=0.0)
         if not (found.difference.bitwise_equal and found.depends_on_input):
             raise RuntimeError(
                 f"graph of bucket {bucket} must equal the eager detector bit for bit and depend on its input, got "

@@ -62,7 +62,7 @@ def compiled(tmp_path_factory):
     normalizer = ImageNormalizer(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
     module = InferenceModule(model=OneLayer(), normalizer=normalizer, top_k=5, dtype=torch.float32)
     folder = tmp_path_factory.mktemp("aoti")
-    programs = AotiFormat(device="cpu", inductor={}).write(None, module, (BUCKET,), 1, folder)
+    programs = AotiFormat(device="cpu", inductor={}).compile(module, (BUCKET,), 1, folder)
     return module, programs[BUCKET], folder / "detector_32x64.pt2"
 
 
@@ -74,8 +74,8 @@ def run_without_this_project(package, inputs, expected, folder, tolerance):
 
 def test_a_package_answers_as_eager_does(compiled):
     module, program, _ = compiled
-    found = measure(program, module, BUCKET, 1, torch.device("cpu"))
-    assert found.difference.within(Tolerance(score=1e-3, box_px=0.1)), found
+    found = measure(program, module, BUCKET, 1, torch.device("cpu"), 0.0)
+    assert found.difference.within(Tolerance(score=1e-3, box_px=0.1, min_score=0.0)), found
     assert found.depends_on_input
 
 
@@ -114,7 +114,7 @@ def test_what_cannot_be_compiled_is_refused():
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("precision", "tolerance"),
-    [(FP32, Tolerance(1e-3, 0.1)), (Precision(torch.bfloat16, True), Tolerance(5e-2, 8.0))],
+    [(FP32, Tolerance(1e-3, 0.1, 0.0)), (Precision(torch.bfloat16, True), Tolerance(5e-2, 8.0, 0.3))],
     ids=["fp32", "bf16"],
 )
 def test_the_kernels_travel_inside_the_package(source, tmp_path, precision, tolerance):

@@ -24,7 +24,7 @@ from models.export.predictor import load_artefact
 from models.export.recipe import Precision, Source
 
 CPU = torch.device("cpu")
-TOLERANCE = Tolerance(score=1e-3, box_px=0.1)
+TOLERANCE = Tolerance(score=1e-3, box_px=0.1, min_score=0.0)
 
 
 class HostGraphs(CudaGraphFormat):
@@ -136,7 +136,9 @@ def test_an_export_replaces_an_artefact_and_nothing_else(folder, source):
 
 
 def measured(**changes):
-    difference = Difference(**({"score": 0.0, "box_px": 0.0, "unpaired": 0, "bitwise_equal": True} | changes))
+    difference = Difference(
+        **({"score": 0.0, "box_px": 0.0, "compared": 9, "unpaired": 0, "bitwise_equal": True} | changes)
+    )
     return Measurement((64, 64), difference, depends_on_input=True)
 
 
@@ -155,6 +157,6 @@ def test_a_graph_must_equal_eager_and_any_program_look_at_its_input():
 
 def test_a_failed_export_leaves_nothing_that_loads(source, tmp_path):
     with pytest.raises(ValueError, match="must keep"):
-        export(source, tmp_path / "artefact", tolerance=Tolerance(score=-1.0, box_px=0.1))
+        export(source, tmp_path / "artefact", tolerance=Tolerance(score=-1.0, box_px=0.1, min_score=0.0))
     with pytest.raises(ValueError, match="must be a folder with"):
         read_manifest(tmp_path / "artefact")

@@ -5,7 +5,7 @@ import torch
 
 from models.export.certificate import Tolerance, compare_detections, contrasting_inputs, measure
 
-TOLERANCE = Tolerance(score=1e-3, box_px=0.1)
+TOLERANCE = Tolerance(score=1e-3, box_px=0.1, min_score=0.0)
 CPU = torch.device("cpu")
 
 
@@ -46,6 +46,16 @@ def test_the_last_place_may_go_to_another(detections):
     assert compare_detections(detections, changed).within(TOLERANCE)
 
 
+def test_below_the_lowest_score_no_partner_is_needed(detections):
+    changed = tuple(tensor.clone() for tensor in detections)
+    changed[1][0, 2], changed[2][0, 2] = 2, torch.tensor([50.0, 50, 60, 60])
+    assert compare_detections(detections, changed).unpaired == 1
+    found = compare_detections(detections, changed, min_score=0.75)
+    assert (found.unpaired, found.compared, found.within(TOLERANCE)) == (0, 2, True)
+    changed[0][0, 3] = 0.3
+    assert not compare_detections(detections, changed, min_score=0.75).within(TOLERANCE), "scores count by rank"
+
+
 def test_other_shapes_are_refused(detections):
     with pytest.raises(ValueError, match="must have the shapes of the eager ones"):
         compare_detections(detections, tuple(tensor[:, :2] for tensor in detections))
@@ -61,10 +71,10 @@ def test_inputs_contrast():
 
 def test_a_program_that_ignores_its_input_is_seen(any_model, as_module):
     module = as_module(any_model)
-    honest = measure(module, module, (64, 128), 1, CPU)
+    honest = measure(module, module, (64, 128), 1, CPU, 0.0)
     assert honest.difference.bitwise_equal
     assert honest.depends_on_input
     frozen = module(*contrasting_inputs((64, 128), 1)[0])
-    stuck = measure(lambda *inputs: frozen, module, (64, 128), 1, CPU)
+    stuck = measure(lambda *inputs: frozen, module, (64, 128), 1, CPU, 0.0)
     assert not stuck.depends_on_input
     assert not stuck.difference.within(TOLERANCE)

@@ -9,7 +9,9 @@ from torch import nn
 from models.export.certificate import Tolerance, compare_detections
 from models.export.padding import PaddingGuard, UnpaddedGroupNorm
 
-PADDING = Tolerance(score=1e-3, box_px=0.5)  # what padding to a bucket may move in float32, in pixels of the original
+PADDING = Tolerance(
+    score=1e-3, box_px=0.5, min_score=0.0
+)  # what padding to a bucket may move in float32, in pixels of the original
 
 
 def padded(inputs, height, width):
