@@ -198,3 +198,24 @@ def _refuse_second_derivative(ctx: Any, *_: Any) -> None:
 
 forward.register_autograd(_differentiate, setup_context=_save_inputs)
 backward.register_autograd(_refuse_second_derivative)
+
+
+@forward.register_vmap
+def _(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
+    """Makes the mapped dimension part of the batch; gradients follow, outside of the mapped function."""
+    if in_dims[1:3] != (None, None):
+        raise ValueError(
+            "spatial_shapes and level_start_index must be the same for all calls that vmap makes one, got mapped "
+            "tensors; map over the others alone"
+        )
+
+    def fold(tensor: Tensor | None, in_dim: int | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        stacked = tensor.movedim(in_dim, 0) if in_dim is not None else tensor.expand(info.batch_size, *tensor.shape)
+        return stacked.flatten(0, 1)
+
+    value, spatial_shapes, level_start_index, *samples = arguments[:6]
+    folded = [fold(*pair) for pair in zip(samples, in_dims[3:6], strict=True)]
+    output = forward(fold(value, in_dims[0]), spatial_shapes, level_start_index, *folded, *arguments[6:])
+    return output.unflatten(0, (info.batch_size, -1)), 0

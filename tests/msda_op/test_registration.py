@@ -204,3 +204,33 @@ def test_autocast_leaves_locations_in_float32(backend: str) -> None:
     grad_value, grad_locations, grad_weights = torch.autograd.grad(output.sum(), (value, locations, weights))
     assert {grad_value.dtype, grad_locations.dtype, grad_weights.dtype} == {torch.float32}
     assert grad_locations.abs().max() > 0
+
+
+def attend(value: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
+    return ms_deform_attn(value, CASE.spatial_shapes, None, locations, weights, backend="triton")
+
+
+@pytest.mark.parametrize("mapped", [(0, 0, 0), (None, 1, 0)], ids=str)
+def test_vmap_equals_a_loop(mapped: tuple[int | None, ...]) -> None:
+    """Output and gradients, of tensors of which some are shared by all calls."""
+    leaves = [
+        tensor if dim is None else torch.stack([tensor, 0.5 * tensor, tensor.flip(0)], dim)
+        for tensor, dim in zip((op_arguments(False)[index] for index in (0, 3, 4)), mapped, strict=True)
+    ]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    singles = [
+        attend(*(leaf if dim is None else leaf.select(dim, index) for leaf, dim in zip(leaves, mapped, strict=True)))
+        for index in range(3)
+    ]
+    outputs = torch.vmap(attend, mapped)(*leaves), torch.stack(singles)
+    torch.testing.assert_close(*outputs)
+    gradients = [torch.autograd.grad(output.square().sum(), leaves) for output in outputs]
+    for gradient, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_vmap_refuses_mapped_tables() -> None:
+    value, shapes, starts, locations, weights = op_arguments(False)
+    arguments = (value, shapes.expand(3, -1, -1), starts, locations, weights, None, *CONVENTIONS, False)
+    with pytest.raises(ValueError, match="map over the others"):
+        torch.vmap(registration.forward, (None, 0, *(None,) * 10))(*arguments)
