@@ -147,8 +147,8 @@ class EncoderDecoder(nn.Module):
             The levels, and the encoder's output float [B, S, C].
         """
         features = torch.cat([features.flatten(2).transpose(1, 2) for features in feature_maps], dim=1)
-        embedded = zip(positions, self.level_embed, strict=True)
-        embedded = torch.cat([position.flatten(2).transpose(1, 2) + embed for position, embed in embedded], dim=1)
+        pairs = zip(positions, self.level_embed, strict=True)
+        embedded = torch.cat([position.flatten(2).transpose(1, 2) + embed for position, embed in pairs], dim=1)
         dtype = autocast_dtype(features.device) or features.dtype
         levels = FeatureLevels(
             features=features.to(dtype),

@@ -132,19 +132,12 @@ def parse_size(text: str) -> tuple[int, int]:
     return int(words[0]), int(words[1])
 
 
-def parse_size(text: str) -> tuple[int, int]:
-    """Reads a height and a width such as "800x1333"."""
-    words = text.split("x")
-    if len(words) != 2 or not all(word.isdigit() and int(word) > 0 for word in words):
-        raise argparse.ArgumentTypeError(f"size must be HEIGHTxWIDTH, got {text!r}; pass for example 800x1333")
-    return int(words[0]), int(words[1])
-
-
 def run_step(options: argparse.Namespace) -> None:
     """Times a training step on random images, for every batch."""
     rows = []
     for batch in options.batches:
-        case = StepCase(tuple(options.overrides), batch, *options.size, options.boxes)
+        height, width = options.size
+        case = StepCase(tuple(options.overrides), batch, height, width, options.boxes)
         row = measure_step(case, torch.device("cuda"), warmup=10, repeats=options.repeats)
         print(format_step(row), flush=True)
         rows.append(row)

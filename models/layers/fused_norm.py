@@ -147,7 +147,9 @@ class _ResidualNorm(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return _spread(*_run_backward(grad_output, *ctx.saved_tensors, ctx.probability))
+        residual, branch, weight, seed, mean, inverse_deviation = ctx.saved_tensors
+        gradients = _run_backward(grad_output, residual, branch, weight, seed, mean, inverse_deviation, ctx.probability)
+        return _spread(*gradients)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -197,8 +199,8 @@ def _(
     probability: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     contiguous = torch.contiguous_format
-    gradients = (torch.empty_like(tensor, memory_format=contiguous) for tensor in (residual, branch))
-    return *gradients, weight.new_empty((2, residual.shape[-1]))
+    grad_residual, grad_branch = (torch.empty_like(each, memory_format=contiguous) for each in (residual, branch))
+    return grad_residual, grad_branch, weight.new_empty((2, residual.shape[-1]))
 
 
 def _differentiate(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:

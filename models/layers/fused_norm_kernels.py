@@ -6,6 +6,8 @@ is atomic: the backward kernel leaves the parameters' gradients as one partial s
 The dropped channels are a function of seed, row and channel (Philox), so that the backward kernel finds them again.
 """
 
+# mypy: disallow-untyped-defs=False
+
 import triton
 import triton.language as tl
 

@@ -44,9 +44,8 @@ class SelfAttention(nn.Module):
         weights, biases = (tensor.split((2 * width, width)) for tensor in (self.in_proj_weight, self.in_proj_bias))
         query, key = linear(positioned, weights[0], biases[0]).split(width, dim=-1)
         value = linear(content, weights[1], biases[1])
-        heads = (tensor.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for tensor in (query, key, value))
+        query, key, value = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in (query, key, value))
         visible = None if attention_mask is None else ~attention_mask
-        attended = scaled_dot_product_attention(
-            *heads, attn_mask=visible, dropout_p=self.dropout if self.training else 0.0
-        )
+        dropout = self.dropout if self.training else 0.0
+        attended = scaled_dot_product_attention(query, key, value, attn_mask=visible, dropout_p=dropout)
         return self.out_proj(attended.transpose(1, 2).flatten(2))
