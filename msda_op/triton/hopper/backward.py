@@ -38,11 +38,13 @@ from msda_op.triton.hopper.samples import (
     load_lane_level,
     load_row_strides,
     load_sample,
+    place_block,
     place_sample,
     slope_weights,
     softmax_of_query,
     split_program_id,
     sum_of_query,
+    turn_block,
     unpack_halves,
     weigh_pixels,
 )
@@ -261,7 +263,9 @@ def backward_kernel(
         attention = tl.where(exists, attention, 0.0)
         left, distance_x, weight_left, weight_right = weigh_pixels(x, width)
         top, distance_y, weight_top, weight_bottom = weigh_pixels(y, height)
-        pixels = (start + (top * width + left).to(tl.int32)) * PIXEL_STRIDE
+        pixel, turned = place_block(left, top, width, start)
+        pixels = pixel * PIXEL_STRIDE
+        weight_left, weight_right = turn_block(turned, weight_left, weight_right)
         row_strides = strides
         step_pair = first_of_pair
         query = step_pair + (lane >> 4)
@@ -336,8 +340,9 @@ def backward_kernel(
                 tl.store(grad_weights + sample, grad_weight.to(grad_weights.dtype.element_ty), mask=counts)
             dot_top = weight_left * dot_00 + weight_right * dot_01
             dot_bottom = weight_left * dot_10 + weight_right * dot_11
-            slope_left, slope_right = slope_weights(distance_x)
-            slope_top, slope_bottom = slope_weights(distance_y)
+            slope_left, slope_right = slope_weights(distance_x, step_width)
+            slope_left, slope_right = turn_block(turned, slope_left, slope_right)
+            slope_top, slope_bottom = slope_weights(distance_y, step_height)
             grad_x = attention * (slope_left * dot_left + slope_right * dot_right)
             grad_y = attention * (slope_top * dot_top + slope_bottom * dot_bottom)
             if grad_locations is not None:

@@ -22,9 +22,11 @@ from msda_op.triton.hopper.samples import (
     load_lane_level,
     load_row_strides,
     load_sample,
+    place_block,
     place_sample,
     softmax_of_query,
     split_program_id,
+    turn_block,
     unpack_halves,
     weigh_pixels,
 )
@@ -133,7 +135,9 @@ def forward_kernel(
         attention = tl.where(exists, attention, 0.0)
         left, _, weight_left, weight_right = weigh_pixels(x, width)
         top, _, weight_top, weight_bottom = weigh_pixels(y, height)
-        pixels = (start + (top * width + left).to(tl.int32)) * PIXEL_STRIDE
+        pixel, turned = place_block(left, top, width, start)
+        pixels = pixel * PIXEL_STRIDE
+        weight_left, weight_right = turn_block(turned, weight_left, weight_right)
         row_strides = strides
         done_query = query
         # The next sample is on its way while this one is summed.

@@ -13,7 +13,9 @@ One pass holds four quads: L = K = 4 takes one pass in which quad = level; large
 Branch-free bilinear sampling: the 2 x 2 block of pixels at (left, top) is clamped into the level, and the weight of a
 pixel is the hat function of its distance, max(0, 1 - |distance|) along each axis. Pixels that the sample does not
 reach get weight 0 by themselves, and so do all four of a sample outside, or at NaN or infinity (max(NaN, 0) is 0).
-Needs h, w >= 2.
+In a level of one row or column the second of the block has weight 0. The lower row is then the upper one once more; a
+second column would be the pixel after, which the last level does not have, so that the block moves back by one pixel
+instead, and `turn_block` exchanges the columns. Needs S >= 3: the first pixel of value cannot move.
 """
 
 import triton
@@ -54,15 +56,20 @@ def load_lane_level(levels, lane, sweep, L: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
+def load_row_stride(levels, quad, PIXEL_STRIDE: tl.constexpr, L: tl.constexpr, K: tl.constexpr):
+    """Returns the elements from the upper to the lower row of blocks of a quad; 0 in a level of one row."""
+    row = levels + tl.minimum(quad // ((K + 3) // 4), L - 1) * 3
+    return tl.where(tl.load(row) > 1, tl.load(row + 1) * PIXEL_STRIDE, 0)
+
+
+@triton.jit
 def load_row_strides(levels, sweep, PIXEL_STRIDE: tl.constexpr, L: tl.constexpr, K: tl.constexpr):
-    """Returns the elements from a row of pixels to the next for the four quads of pass `sweep`."""
-    QUADS: tl.constexpr = (K + 3) // 4
-    first = levels + 1
+    """Returns `load_row_stride` of the four quads of pass `sweep`."""
     return (
-        tl.load(first + tl.minimum((sweep * 4) // QUADS, L - 1) * 3) * PIXEL_STRIDE,
-        tl.load(first + tl.minimum((sweep * 4 + 1) // QUADS, L - 1) * 3) * PIXEL_STRIDE,
-        tl.load(first + tl.minimum((sweep * 4 + 2) // QUADS, L - 1) * 3) * PIXEL_STRIDE,
-        tl.load(first + tl.minimum((sweep * 4 + 3) // QUADS, L - 1) * 3) * PIXEL_STRIDE,
+        load_row_stride(levels, sweep * 4, PIXEL_STRIDE, L, K),
+        load_row_stride(levels, sweep * 4 + 1, PIXEL_STRIDE, L, K),
+        load_row_stride(levels, sweep * 4 + 2, PIXEL_STRIDE, L, K),
+        load_row_stride(levels, sweep * 4 + 3, PIXEL_STRIDE, L, K),
     )
 
 
@@ -171,17 +178,33 @@ def softmax_of_query(logit, exists):
 @triton.jit
 def weigh_pixels(coordinate, size):
     """Returns (lower pixel as float, distance from it, weight of it, weight of the next one) along one axis."""
-    lower = tl.minimum(tl.maximum(tl.floor(coordinate), 0.0), size - 2)
+    lower = tl.maximum(tl.minimum(tl.floor(coordinate), size - 2), 0.0)
     distance = coordinate - lower
-    return lower, distance, tl.maximum(1 - tl.abs(distance), 0.0), tl.maximum(1 - tl.abs(distance - 1), 0.0)
+    step = tl.where(size > 1, 1.0, float("inf"))  # to the next pixel; out of reach where there is none
+    return lower, distance, tl.maximum(1 - tl.abs(distance), 0.0), tl.maximum(1 - tl.abs(distance - step), 0.0)
 
 
 @triton.jit
-def slope_weights(distance):
+def place_block(left, top, width, start):
+    """Returns (row of value of the upper left pixel of a block, whether it moved back by one)."""
+    pixel = start + (top * width + left).to(tl.int32)
+    turned = (width == 1) & (pixel > 0)
+    return pixel - turned.to(tl.int32), turned
+
+
+@triton.jit
+def turn_block(turned, left, right):
+    """Returns what belongs to the left and the right column; `right` is 0 where the block moved back."""
+    return tl.where(turned, right, left), tl.where(turned, left, right)
+
+
+@triton.jit
+def slope_weights(distance, size):
     """Returns the derivatives of the two weights of `weigh_pixels` by the coordinate.
 
     At kinks they are those from the right, as `floor` has them; a sample exactly one pixel before the first has none.
     """
     between = (distance >= 0) & (distance < 1)
     lower = tl.where(between, -1.0, tl.where((distance > -1) & (distance < 0), 1.0, 0.0))
-    return lower, tl.where(between, 1.0, tl.where((distance >= 1) & (distance < 2), -1.0, 0.0))
+    upper = tl.where(between, 1.0, tl.where((distance >= 1) & (distance < 2), -1.0, 0.0))
+    return lower, tl.where(size > 1, upper, 0.0)

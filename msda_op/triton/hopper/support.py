@@ -11,6 +11,7 @@ MAX_LEVELS = 8
 MAX_POINTS = 16
 MAX_FUSED_QUADS = 4
 MAX_QUERIES = 2**17
+MIN_VALUE_LENGTH = 3
 MAX_VALUE_LENGTH = 2**24
 
 
@@ -27,9 +28,9 @@ def supports(
         capability: compute capability of the GPU; None for the interpreter.
 
     Notes:
-        Looks at nothing in device memory. The bound on S comes from the float32 that numbers the pixels of a level, the
-        one on Q from the 17 bits of a record, and that of the fused form from its softmax over 16 lanes, which hold
-        four points of a level each.
+        Looks at nothing in device memory. The least S leaves room for a block that moves, see `samples`; the most comes
+        from the float32 that numbers the pixels of a level, that of Q from the 17 bits of a record, and that of the
+        fused form from its softmax over 16 lanes, which hold four points of a level each.
     """
     quads = sizes.num_levels * -(-sizes.num_points // 4)
     limits = (
@@ -49,6 +50,7 @@ def supports(
             f"L * ceil(K / 4) of at most {MAX_FUSED_QUADS} when fused, got {quads}",
         ),
         (sizes.num_queries <= MAX_QUERIES, f"Q of at most {MAX_QUERIES}, got {sizes.num_queries}"),
+        (sizes.value_length >= MIN_VALUE_LENGTH, f"S of at least {MIN_VALUE_LENGTH}, got {sizes.value_length}"),
         (sizes.value_length <= MAX_VALUE_LENGTH, f"S of at most {MAX_VALUE_LENGTH}, got {sizes.value_length}"),
     )
     return next((f"the Hopper kernels need {need}" for met, need in limits if not met), None)

@@ -33,6 +33,13 @@ CASES = (
     Case("most points", ((3, 4),) * 2, num_queries=2, batch=1, num_heads=1, head_dim=32, num_points=16),
     Case("most levels", ((2, 3),) * 8, num_queries=2, batch=1, num_heads=1, head_dim=32, num_points=1),
 )
+_THIN = ((1, 1), (1, 9), (9, 1), (1, 1))
+THIN_CASES = (
+    Case("thin levels", _THIN, num_queries=4, head_dim=32),
+    Case("edges of thin levels", _THIN, num_queries=3, batch=1, head_dim=32, placement="edges"),
+    Case("pixel centres of thin levels", _THIN, num_queries=3, batch=1, head_dim=32, placement="centres"),
+    Case("one column, the first", ((3, 1),), num_queries=3, batch=1, head_dim=32),
+)
 
 # NaN coordinates are cast to int and masked out, which numpy remarks on.
 pytestmark = [
@@ -75,6 +82,28 @@ def test_cases(case: Case, way: dict) -> None:
     results = compare_hopper(make_inputs(case, torch.bfloat16, DEVICE, seed=0), **way)
     assert [result for result in results if not result.passed] == []
     assert len(results) == 4
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("case", THIN_CASES, ids=lambda case: case.name)
+def test_levels_of_one_row_or_column(case: Case, way: dict) -> None:
+    layout = "BLNC" if case.batch == 1 else "BNLC"
+    results = compare_hopper(make_inputs(case, torch.bfloat16, DEVICE, seed=0), value_layout=layout, **way)
+    assert [result for result in results if not result.passed] == []
+
+
+def test_thin_levels_read_no_pixel_beyond_value() -> None:
+    """The last pixel of a column at the end of value: what follows in memory is not finite and must not be read."""
+    case = THIN_CASES[0]
+    inputs = make_inputs(case, torch.bfloat16, DEVICE, seed=0)
+    rest = (inputs.spatial_shapes, inputs.sampling_locations, inputs.attention_weights)
+    longer = torch.full((3, *inputs.value.shape[1:]), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    longer[1:2].copy_(inputs.value[:1])
+    item = [tensor[:1] for tensor in rest[1:]]
+    expected = hopper.forward(inputs.value[:1], case.spatial_shapes, *item)
+    assert torch.equal(hopper.forward(longer[1:2], case.spatial_shapes, *item), expected)
+    gradients = hopper.backward(inputs.grad_output[:1], longer[1:2], case.spatial_shapes, *item, scatter="atomics")
+    assert all(gradient.isfinite().all() for gradient in gradients)
 
 
 @pytest.mark.parametrize(("case", "way"), [(CASES[0], WAYS[0]), (CASES[0], WAYS[1]), (CASES[1], WAYS[2])], ids=str)

@@ -44,6 +44,7 @@ def test_supported(call: dict) -> None:
         ({"num_levels": 5, "fused": True}, "when fused"),
         ({"num_levels": 2, "num_points": 9, "fused": True}, "when fused"),
         ({"num_queries": 2**17 + 1}, "Q of at most"),
+        ({"value_length": 2}, "S of at least"),
         ({"value_length": 2**24 + 1}, "S of at most"),
         ({"capability": (8, 0)}, "(8, 0)"),
         ({"capability": (10, 0)}, "(10, 0)"),
