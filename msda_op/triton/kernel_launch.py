@@ -26,22 +26,21 @@ class Launch(NamedTuple):
     registers: int | None = None
 
     def run(self, device_of: Tensor) -> None:
-        """Launches on the device of a tensor."""
-        kernel, options = self.kernel, {"num_warps": self.num_warps}
-        if not triton.knobs.runtime.interpret:  # the interpreter has neither registers nor anything to wrap
-            if self.registers is not None:
-                kernel, options = _limit_registers(kernel, self.num_warps, self.registers), {}
-            # PyTorch sees through a wrapped kernel when it traces.
-            kernel = torch.library.wrap_triton(kernel)
-        with torch.cuda.device_of(device_of):
-            kernel[(self.num_programs,)](**self.arguments, **options)
+        """Launches on the device of a tensor, or, while PyTorch traces an op on tensors of its own type, notes it."""
+        if triton.knobs.runtime.interpret:  # which has no registers
+            self.kernel[(self.num_programs,)](**self.arguments, num_warps=self.num_warps)
+        elif type(device_of) is Tensor:
+            with torch.cuda.device_of(device_of):
+                self.kernel[(self.num_programs,)](**self.arguments, num_warps=self.num_warps, maxnreg=self.registers)
+        else:
+            kernel = torch.library.wrap_triton(_configure(self.kernel, self.num_warps, self.registers))
+            kernel[(self.num_programs,)](**self.arguments)
 
 
 @lru_cache
-def _limit_registers(kernel: Any, num_warps: int, registers: int) -> Any:
-    """Returns a kernel that is compiled for so many registers.
+def _configure(kernel: Any, num_warps: int, registers: int | None) -> Any:
+    """Returns a kernel that brings its options along, as a tuner with a single choice, which tunes nothing.
 
-    As a tuner with a single choice, which tunes nothing: PyTorch traces a configuration with all its fields, but not
-    `maxnreg` among the arguments of a launch.
+    PyTorch traces a configuration with all its fields, but not `maxnreg` among the arguments of a launch.
     """
     return triton.autotune([triton.Config({}, num_warps=num_warps, maxnreg=registers)], key=[])(kernel)
