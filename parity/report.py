@@ -211,7 +211,11 @@ def _evaluation(data: Document, manifest: Document) -> list[Block]:
         (row["name"], str(row["num_boxes"]), *(_points(row[arm]) for arm in arms)) for row in data["categories"]
     ]
     return [
-        Paragraph(f"COCO metrics in points on {data['num_images']} images."),
+        Paragraph(
+            f"COCO metrics in points on {data['num_images']} images, which may be those of the training: the question "
+            "is whether both ops find the same, not how well the detector generalises. Agreement of B's best "
+            f"detections with A's as the ground truth: {data['agreement']:.2f} points."
+        ),
         Table(("metric", *arms), metrics),
         Heading("AP by category", 3),
         Table(("category", "boxes", *arms), categories),

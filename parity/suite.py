@@ -140,7 +140,8 @@ def describe_run(experiment: Experiment, word: str, overrides: Sequence[str]) ->
         "image_ids_hash": hashlib.sha256(repr(image_ids).encode()).hexdigest()[:16],
         "num_images": {split: len(ids) for split, ids in image_ids.items()},
         "first_seed": experiment.seed,
-        "environment": describe_environment(),
+        # As it is typed: Python's own record of it begins with the folder of the installation.
+        "environment": describe_environment() | {"command": " ".join(["python -m parity", word, *overrides])},
         "settings": OmegaConf.to_container(config.parity, resolve=True),
     }
 

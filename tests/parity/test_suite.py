@@ -29,6 +29,7 @@ def test_an_op_passes_against_itself(overrides, tmp_path, capsys):
     assert manifest["num_images"] == {"train": 16, "val": 4}
     assert manifest["settings"]["ensemble"]["margin"] == 0.05
     assert manifest["environment"]["packages"]["torch"]
+    assert manifest["environment"]["command"].startswith("python -m parity op op=reference")
     assert (tmp_path / "report.md").is_file()
     assert (tmp_path / "report.html").is_file()
 
