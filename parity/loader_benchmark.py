@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from coco.collate import Batch
+from coco.collate import Batch, collate
 from coco.datamodule import CocoDataModule
 from coco.dataset import CocoDataset
 
@@ -59,8 +59,6 @@ def measure_loader(data: CocoDataModule, worker_counts: list[int], seconds: floa
 
 def time_stages(dataset: CocoDataset, batch_size: int, size_divisor: int, num_images: int) -> dict[str, float]:
     """Returns the milliseconds that an image takes in each of `STAGES`, in this process."""
-    from coco.collate import collate
-
     spent = dict.fromkeys(STAGES, 0.0)
     samples = []
     count = min(num_images, len(dataset))
@@ -104,7 +102,8 @@ def _measure_rate(data: CocoDataModule, num_workers: int, seconds: float) -> tup
     loader = data.train_dataloader()
     loader.collate_fn = ReportingCollate(loader.collate_fn)
     batches = _repeat(loader)
-    first, last = {}, {}
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
     for _ in range(2 * max(num_workers, 1)):
         batch = next(batches)
         first.setdefault(batch["worker"], batch["private_mib"])

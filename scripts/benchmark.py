@@ -5,6 +5,7 @@
     python -m scripts.benchmark variants  what coalescing, unrolling, float32 atomics and careful timing are worth
     python -m scripts.benchmark step      a training step by phase; takes the overrides of train.py
     python -m scripts.benchmark inference detectors, eager, compiled, as CUDA graphs and as AOTInductor packages
+    python -m scripts.benchmark loader    batches of training data, any overrides of train.py; needs no GPU
 
 Each command prints a table and writes its rows as JSON, with GPU, driver, clocks, versions and commit.
 """
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(
             "--plot needs matplotlib, got none; install it or leave the option out and plot the JSON elsewhere"
         )
-    if not torch.cuda.is_available():
+    if options.run is not run_loader and not torch.cuda.is_available():
         parser.error("a benchmark must run on an NVIDIA GPU, got none; run it on a machine with one")
     options.run(options)
     return 0
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the commands."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True, metavar="op|sweep|variants|inference|step")
+    commands = parser.add_subparsers(required=True, metavar="op|sweep|variants|inference|step|loader")
 
     op = commands.add_parser("op", help="our op beside its peers")
     _add_workloads(op, presets="encoder,decoder,dino,large", batches="1,4,32", dtypes="bf16,fp16,fp32")
@@ -89,6 +90,13 @@ def build_parser() -> argparse.ArgumentParser:
     step.add_argument("--repeats", type=parse_repeats, default="20", help="measured steps")
     step.add_argument("--out", type=Path, help="results file")
     step.set_defaults(run=run_step, out=Path("results/step.json"), plot=None)
+
+    loader = commands.add_parser("loader", help="batches of training data")
+    loader.add_argument("overrides", nargs="*", help="of train.py, for example data=coco data.root=/path/to/coco")
+    loader.add_argument("--workers", type=parse_worker_counts, default="0,1,2,4", help="numbers of loader processes")
+    loader.add_argument("--seconds", type=float, default=10.0, help="time for each of them")
+    loader.add_argument("--out", type=Path, help="results file")
+    loader.set_defaults(run=run_loader, out=Path("results/loader.json"), plot=None)
     return parser
 
 
@@ -114,6 +122,14 @@ def parse_counts(text: str) -> list[int]:
     words = text.split(",")
     if not all(word.isdigit() and int(word) > 0 for word in words):
         raise argparse.ArgumentTypeError(f"counts must be positive numbers, got {text!r}; pass for example 1,4")
+    return [int(word) for word in words]
+
+
+def parse_worker_counts(text: str) -> list[int]:
+    """Reads comma-separated numbers of processes, 0 for none."""
+    words = text.split(",")
+    if not all(word.isdigit() for word in words):
+        raise argparse.ArgumentTypeError(f"worker counts must be numbers from 0 on, got {text!r}; pass for example 0,4")
     return [int(word) for word in words]
 
 
@@ -236,6 +252,24 @@ def run_inference(options: argparse.Namespace) -> None:
             write_results(options.out, content)
     if options.plot is not None:
         plot_dispatch(rows, options.plot)
+
+
+def run_loader(options: argparse.Namespace) -> None:
+    """Times the training loader of a configuration."""
+    from hydra import compose, initialize_config_dir
+    from hydra.utils import instantiate
+
+    from parity.loader_benchmark import measure_loader
+
+    with initialize_config_dir(str(Path(__file__).resolve().parent.parent / "configs"), version_base="1.3"):
+        data = instantiate(compose("train", overrides=options.overrides).data)
+    data.check()
+    data.prepare_data()
+    content = {"schema": SCHEMA, "environment": describe_environment(), "overrides": options.overrides, "rows": []}
+    for row in measure_loader(data, options.workers, options.seconds):
+        content["rows"].append(row.as_json())
+        print("  ".join(f"{key} {value}" for key, value in row.as_json().items()), flush=True)
+        write_results(options.out, content)
 
 
 def draw_workloads(options: argparse.Namespace) -> Iterator[Workload]:

@@ -25,6 +25,8 @@ from scripts.benchmark import SCHEMA, build_parser, main, plot_rows, write_resul
         (["sweep", "--batches", "4,0"], "counts must be positive numbers, got '4,0'"),
         (["inference", "--models", "yolo"], "names must be of one_stage, refine, two_stage, dino, got 'yolo'"),
         (["inference", "--size", "800"], "size must be height and width, got '800'"),
+        (["loader", "--workers", "-1,2"], "expected one argument"),
+        (["loader", "--workers", "two"], "worker counts must be numbers from 0 on, got 'two'"),
         (["variants", "--repeats", "2"], "repeats must be a number from 5 on, got '2'"),
         ([], "arguments are required"),
     ],
@@ -59,6 +61,18 @@ def test_defaults_cover_what_the_op_is_for() -> None:
     assert options.batches == [1, 4, 32]
     assert options.dtypes == ["bf16", "fp16", "fp32"]
     assert (options.repeats, options.out) == (20, Path("results/op.json"))
+
+
+def test_the_loader_is_timed_without_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRITON_DETR_CACHE", str(tmp_path))
+    sizes = ["data.num_train=4", "data.num_val=1", "data.image_size=48", "data.batch_size=2"]
+    out = tmp_path / "loader.json"
+    assert main(["loader", *sizes, "--workers", "0", "--seconds", "0.1", "--out", str(out)]) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["img_per_s"] > 0
+    assert row["limit"] in capsys.readouterr().out
 
 
 def test_results_are_written_whole_and_folders_made(tmp_path: Path) -> None:
