@@ -274,4 +274,4 @@ def valid_ratio(padding_mask: Tensor) -> Tensor:
         float32 [B, 2] (x, y), in 0..1.
     """
     valid = ~padding_mask
-    return torch.stack((valid[:, 0, :].float().mean(-1), valid[:, :, 0].float().mean(-1)), dim=-1)
+    return torch.stack([edge.mean(-1, dtype=torch.float32) for edge in (valid[:, 0, :], valid[:, :, 0])], dim=-1)

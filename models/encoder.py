@@ -101,8 +101,8 @@ def pixel_centers(spatial_shapes: tuple[tuple[int, int], ...], valid_ratios: Ten
     """
     centers = []
     for level, (height, width) in enumerate(spatial_shapes):
-        y = torch.arange(height, dtype=torch.float32, device=valid_ratios.device) + 0.5
-        x = torch.arange(width, dtype=torch.float32, device=valid_ratios.device) + 0.5
+        y = torch.arange(0.5, height, dtype=torch.float32, device=valid_ratios.device)
+        x = torch.arange(0.5, width, dtype=torch.float32, device=valid_ratios.device)
         ratio_x, ratio_y = valid_ratios[:, level, None].unbind(-1)
         rows = (y / (ratio_y * height)).unsqueeze(2).expand(-1, -1, width)
         columns = (x / (ratio_x * width)).unsqueeze(1).expand(-1, height, -1)

@@ -63,7 +63,5 @@ class SinePositionEncoding(nn.Module):
         columns = valid.cumsum(2, dtype=torch.int32).float()
         row_angles = (rows + self.offset) / (rows[:, -1:, :] + NORMALIZATION_EPS) * FULL_TURN
         column_angles = (columns + self.offset) / (columns[:, :, -1:] + NORMALIZATION_EPS) * FULL_TURN
-        encodings = [
-            sine_embedding(angles, self.channels // 2, self.temperature) for angles in (row_angles, column_angles)
-        ]
-        return torch.cat(encodings, dim=-1).permute(0, 3, 1, 2)
+        angles = torch.stack((row_angles, column_angles), dim=-1)
+        return sine_embedding(angles, self.channels // 2, self.temperature).flatten(-2).permute(0, 3, 1, 2)

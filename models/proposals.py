@@ -23,8 +23,8 @@ def pixel_proposals(levels: FeatureLevels) -> tuple[Tensor, Tensor]:
     """
     boxes = []
     for level, (height, width) in enumerate(levels.spatial_shapes):
-        y = torch.arange(height, dtype=torch.float32, device=levels.valid_ratios.device) + 0.5
-        x = torch.arange(width, dtype=torch.float32, device=levels.valid_ratios.device) + 0.5
+        y = torch.arange(0.5, height, dtype=torch.float32, device=levels.valid_ratios.device)
+        x = torch.arange(0.5, width, dtype=torch.float32, device=levels.valid_ratios.device)
         ratio_x, ratio_y = levels.valid_ratios[:, level, None].unbind(-1)
         columns = (x / (ratio_x * width).round()).unsqueeze(1).expand(-1, height, -1)
         rows = (y / (ratio_y * height).round()).unsqueeze(2).expand(-1, -1, width)

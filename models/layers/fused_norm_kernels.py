@@ -19,7 +19,7 @@ _ROUNDS = tl.constexpr(7)
 def keep_mask(seed, rows, probability, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     """Draws which channels of rows [BLOCK_R] are kept, bool [BLOCK_R, BLOCK_C]; one Philox call makes four numbers."""
     columns = tl.arange(0, BLOCK_C // 4)
-    counters = rows[:, None] * (BLOCK_C // 4) + columns[None, :]
+    counters = (rows[:, None] * (BLOCK_C // 4) + columns[None, :]).to(tl.int32)
     first, second, third, fourth = tl.randint4x(seed, counters, n_rounds=_ROUNDS)
     numbers = tl.join(tl.join(first, second), tl.join(third, fourth)).reshape(BLOCK_R, BLOCK_C)
     uniform = (numbers.to(tl.uint32, bitcast=True) >> 8).to(tl.float32) * (1.0 / (1 << 24))

@@ -133,8 +133,9 @@ def test_only_the_matcher_waits_for_the_gpu(
     assert all(parameter.grad is not None for parameter in detector.parameters())
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 def test_checkpointing_gives_the_same_gradients(
-    make_detector: Callable[..., DeformableDetr], image_batch: ImageBatch
+    autocast: bool, make_detector: Callable[..., DeformableDetr], image_batch: ImageBatch
 ) -> None:
     gradients = []
     for gradient_checkpointing in (False, True):
@@ -142,7 +143,8 @@ def test_checkpointing_gives_the_same_gradients(
             box_refine=True, two_stage=True, dropout=0.1, gradient_checkpointing=gradient_checkpointing
         )
         torch.manual_seed(1)
-        output = model(image_batch)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            output = model(image_batch)
         (output.logits.sum() + output.boxes_cxcywh.sum()).backward()
         gradients.append([p.grad for p in model.transformer.encoder.parameters()])
     for plain, recomputed in zip(*gradients, strict=True):
