@@ -1,6 +1,7 @@
 """Checks of the op's arguments; every failure is a ValueError that names the argument, the rule and what came."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -139,14 +140,22 @@ def _check_levels(
     if not _on_host(spatial_shapes):
         return
     shapes = read_shapes(spatial_shapes)
-    check_level_table(shapes, value.shape[1])
-    if level_start_index is not None and _on_host(level_start_index):
-        starts = read_starts(level_start_index)
-        if starts != level_starts(shapes):
-            raise ValueError(
-                f"level_start_index must be {level_starts(shapes)} for spatial_shapes {shapes}, got {starts}; "
-                f"store the levels one after the other"
-            )
+    starts = read_starts(level_start_index) if level_start_index is not None and _on_host(level_start_index) else None
+    # A traced call must not put its symbolic sizes into the cache.
+    check = _check_host_table if torch.compiler.is_compiling() else _cached_check_host_table
+    check(shapes, starts, value.shape[1])
+
+
+def _check_host_table(shapes: HostShapes, starts: tuple[int, ...] | None, value_length: int) -> None:
+    check_level_table(shapes, value_length)
+    if starts is not None and starts != level_starts(shapes):
+        raise ValueError(
+            f"level_start_index must be {level_starts(shapes)} for spatial_shapes {shapes}, got {starts}; "
+            f"store the levels one after the other"
+        )
+
+
+_cached_check_host_table = lru_cache(maxsize=1024)(_check_host_table)
 
 
 def check_level_table(spatial_shapes: HostShapes, value_length: int) -> None:
