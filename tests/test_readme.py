@@ -22,6 +22,7 @@ MAKE_TARGETS = [shlex.split(line, comments=True)[1] for line in LINES if line.st
 COMMANDS = [line for line in LINES if line.startswith("python train.py")]
 ON_CPU = [line for line in COMMANDS if "# GPU" not in line and "--help" not in line]
 ON_GPU = [line for line in COMMANDS if "# GPU" in line]
+TOOLS = [line for line in LINES if line.startswith(("python -m scripts.export", "python -m scripts.predict"))]
 SHRINK = [
     "trainer.limit_train_batches=1",
     "trainer.limit_val_batches=1",
@@ -112,6 +113,26 @@ def test_gpu_command_runs(line, workspace, data):
     shrink = SHRINK if "data=coco" in given else [*SHRINK, *SYNTHETIC]
     result = run_command([*given, *shrink, f"hydra.run.dir={workspace / 'gpu'}"], workspace)
     assert result.returncode == 0, result.stderr
+
+
+def test_export_and_prediction_run(workspace, data, first_run):
+    """In the README's order: a prediction reads what the export before has written."""
+    on_cpu = [arguments(line, data, first_run) for line in TOOLS if "# GPU" not in line]
+    assert [words[0] for words in on_cpu] == ["scripts.export", "scripts.predict", "scripts.predict"]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    for words in on_cpu:
+        command = [sys.executable, "-m", *words]
+        result = subprocess.run(command, cwd=workspace, env=variables, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stderr
+    assert (workspace / "found" / "detections.json").is_file()
+    assert len(list((workspace / "found" / "pictures").iterdir())) == 2
+
+
+@pytest.mark.parametrize("line", [line for line in TOOLS if "# GPU" in line])
+def test_gpu_export_composes(line, data):
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        config = compose("export", overrides=arguments(line, data, data)[1:])
+    assert config.export.writer["_target_"].startswith("models.export.")
 
 
 def test_python_examples_run():

@@ -70,9 +70,8 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """Returns plain values, the schema's number first."""
         plain = dict(vars(self))
-        dtype = str(self.precision.dtype).removeprefix("torch.")
         plain["recipe"] = self.recipe.to_json()
-        plain["precision"] = {"dtype": dtype, "allow_tf32": self.precision.allow_tf32}
+        plain["precision"] = self.precision.to_json()
         plain["buckets"] = [list(bucket) for bucket in self.buckets]
         return {"schema": SCHEMA, **plain}
 
@@ -94,7 +93,7 @@ class Manifest:
                 f"manifest must have the keys of its schema, got others or too few: {differing}; export anew"
             )
         fields["recipe"] = Recipe.from_json(fields["recipe"])
-        fields["precision"] = Precision(getattr(torch, fields["precision"]["dtype"]), fields["precision"]["allow_tf32"])
+        fields["precision"] = Precision.from_json(fields["precision"])
         fields["buckets"] = tuple((height, width) for height, width in fields["buckets"])
         return cls(**fields)
 

@@ -181,7 +181,7 @@ def _compare_image(
     """Returns the largest difference of scores, of coordinates, the pairs and the number without, of one image."""
     scores, labels, boxes = (tensor.double() for tensor in expected)
     other_scores, other_labels, other_boxes = (tensor.double() for tensor in actual)
-    if not (torch.isfinite(boxes).all() and torch.isfinite(other_boxes).all()):
+    if not all(torch.isfinite(each).all() for each in (scores, boxes, other_scores, other_boxes)):
         return float("inf"), float("inf"), 0, len(scores)
     score_gaps = (scores[:, None] - other_scores).abs()
     box_gaps = (boxes[:, None] - other_boxes).abs().amax(-1)

@@ -184,7 +184,6 @@ class GraphedDetector:
             self._graphs.move_to_end(bucket)
             return self._graphs[bucket]
         if bucket in self._buckets - self._too_large and images.shape[0] == self._batch_size:
-            self._refuse_stale_weights()
             self._capture(bucket)
             if bucket in self._graphs:
                 return self._graphs[bucket]
@@ -201,6 +200,7 @@ class GraphedDetector:
 
     def _capture(self, bucket: Size) -> None:
         """Captures a bucket and checks it against the eager detector; keeps it if the cap allows."""
+        self._refuse_stale_weights()
         device = self._module.device
         graph = self._record(self._module, example_inputs(bucket, self._batch_size, device))
         self.captures += 1

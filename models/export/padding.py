@@ -29,7 +29,8 @@ class PaddingGuard:
         Args:
             model: any network; layers inside `torchvision`'s Swin transformers mix pixels in ways that are not seen.
         """
-        self._padding_mask: Tensor | None = None
+        self._masks: dict[tuple[int, int], Tensor] = {}  # by height and width, of the call that is guarded
+        self._finest: tuple[int, int] | None = None
         for layer in list(model.modules()):
             if isinstance(layer, nn.Conv2d | nn.MaxPool2d) and _mixes_pixels(layer):
                 layer.register_forward_pre_hook(self._clear)
@@ -47,23 +48,24 @@ class PaddingGuard:
         Args:
             padding_mask: bool [B, H, W], True = padding of the images.
         """
-        self._padding_mask = padding_mask
+        self._finest = (padding_mask.shape[1], padding_mask.shape[2])
+        self._masks = {self._finest: padding_mask.unsqueeze(1)}
         try:
             yield
         finally:
-            self._padding_mask = None
+            self._finest, self._masks = None, {}
 
     def padding_at(self, features: Tensor) -> Tensor | None:
         """Returns the mask at the resolution of features [B, C, h, w], bool [B, 1, h, w], or None outside `on`.
 
         Nearest neighbour, as the detectors sample it for their attention.
         """
-        if self._padding_mask is None:
+        if self._finest is None:
             return None
-        mask = self._padding_mask.unsqueeze(1)
-        if mask.shape[-2:] == features.shape[-2:]:
-            return mask
-        return nn.functional.interpolate(mask.float(), size=features.shape[-2:]).bool()
+        size = (features.shape[2], features.shape[3])
+        if size not in self._masks:
+            self._masks[size] = nn.functional.interpolate(self._masks[self._finest].float(), size=size).bool()
+        return self._masks[size]
 
     def _clear(self, layer: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
         padding = self.padding_at(arguments[0])

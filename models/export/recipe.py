@@ -33,6 +33,22 @@ class Precision:
     dtype: torch.dtype
     allow_tf32: bool
 
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain values."""
+        return {"dtype": str(self.dtype).removeprefix("torch."), "allow_tf32": self.allow_tf32}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "Precision":
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError: if its dtype is not one that detectors are run in.
+        """
+        dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in _NAMES}
+        if content["dtype"] not in dtypes:
+            raise ValueError(f"dtype must be one of {', '.join(dtypes)}, got {content['dtype']}; export anew")
+        return cls(dtypes[content["dtype"]], content["allow_tf32"])
+
     @property
     def name(self) -> str:
         """The option of `configs/precision` that it is."""

@@ -173,8 +173,9 @@ PRECISIONS = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_graph_equals_eager_bit_for_bit(any_model, as_module, precision):
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = PRECISIONS[precision].allow_tf32
+def test_graph_equals_eager_bit_for_bit(any_model, as_module, precision, monkeypatch):
+    for switch in (torch.backends.cuda.matmul, torch.backends.cudnn):
+        monkeypatch.setattr(switch, "allow_tf32", PRECISIONS[precision].allow_tf32)
     module = as_module(any_model, PRECISIONS[precision].dtype).cuda()
     for layer in module.modules():
         if hasattr(layer, "backend"):

@@ -1,0 +1,214 @@
+"""From a training run to detections without it: train, export, predict, as a user types it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from PIL import ExifTags, Image
+
+from scripts.export import run_export
+from scripts.predict import main
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = [
+    "debug=smoke",
+    "trainer=cpu",
+    "logger=csv",
+    "callbacks.progress=null",
+    "data.image_size=64",
+    "data.num_train=4",
+    "data.num_val=2",
+    "data.eval_batch_size=1",  # alone: the validation reads the padding of a batch, a prediction does not
+    "model.transformer.d_model=32",
+    "model.transformer.num_encoder_layers=1",
+    "model.transformer.num_decoder_layers=1",
+    "model.transformer.num_queries=20",
+    "model.transformer.dim_feedforward=32",
+]
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_DETR_CACHE": str(folder), "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, env=variables, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.fixture
+def predict(workspace, capsys, monkeypatch):
+    """Runs the command in this process, in the workspace; returns exit status, output and messages."""
+
+    def command(source, model: str, *options: str) -> tuple[int, str, str]:
+        monkeypatch.chdir(workspace)
+        status = main([str(source), "--model", model, "--workers", "0", *map(str, options)])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return command
+
+
+def export(workspace: Path, *overrides: str) -> None:
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        config = compose("export", overrides=list(overrides))
+    run_export(config)
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    """A folder with a short training run in `run` and its synthetic data in `synthetic`."""
+    folder = tmp_path_factory.mktemp("export")
+    result = run(folder, str(ROOT / "train.py"), *TINY, f"hydra.run.dir={folder / 'run'}")
+    assert result.returncode == 0, result.stderr
+    (folder / "last.ckpt").symlink_to(folder / "run" / "checkpoints" / "last.ckpt")
+    return folder
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """A plain photo, one that a camera turned, and a broken one."""
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "plain.png")
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    (tmp_path / "more").mkdir()
+    Image.fromarray(pixels).save(tmp_path / "more" / "turned.jpg", exif=exif)
+    (tmp_path / "notes.txt").write_text("no image, and not named like one")
+    return tmp_path
+
+
+def test_an_artefact_finds_what_its_checkpoint_finds(workspace, predict):
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    exported = run(workspace, "-m", "scripts.export", "ckpt=last.ckpt", "export=onnx", "out=onnx")
+    assert exported.returncode == 0, exported.stderr
+    assert "bucket 64x64 against eager fp32: " in exported.stdout
+    (annotations,) = workspace.glob("synthetic/*/annotations/instances_val.json")
+    images = annotations.parent.parent / "val"
+    found = {}
+    for model, options in {"last.ckpt": ["--batch-size", "2"], "onnx": ["--made-of", "last.ckpt"]}.items():
+        out = workspace / f"found_{model}"
+        status, output, messages = predict(images, model, "--out", out, "--annotations", annotations, *options)
+        assert status == 0, messages
+        assert output.startswith("AP ")
+        found[model] = json.loads((out / "detections.json").read_text())
+        assert len(list((out / "pictures").iterdir())) == 2
+    ours, theirs = found.values()
+    assert len(ours) == len(theirs) == 2 * 100
+    for mine, its in zip(ours, theirs, strict=True):
+        assert (mine["image_id"], mine["file_name"]) == (its["image_id"], its["file_name"])
+        assert abs(mine["score"] - its["score"]) < 1e-3
+    validated = json.loads((workspace / "run" / "detections_val.json").read_text())
+    np.testing.assert_allclose(
+        sorted(row["score"] for row in ours), sorted(row["score"] for row in validated), atol=1e-4
+    )
+    assert {row["image_id"] for row in ours} == {row["image_id"] for row in validated}
+    status, _, messages = predict(images, "onnx", "--precision", "bf16")
+    assert status == 1
+    assert "--precision must come with a checkpoint, got an artefact" in messages
+
+
+def test_a_folder_of_photos(predict, photos):
+    status, _, messages = predict(photos, "last.ckpt", "--out", photos / "out", "--score", "0")
+    assert status == 0, messages
+    rows = json.loads((photos / "out" / "detections.json").read_text())
+    assert {row["file_name"] for row in rows} == {str(photos / "plain.png"), str(photos / "more" / "turned.jpg")}
+    assert {row["image_id"] for row in rows} == {1, 2}
+    assert rows[0].keys() == {"image_id", "category_id", "bbox", "score", "file_name"}
+    with Image.open(photos / "out" / "pictures" / "more" / "turned.jpg.jpg") as picture:
+        assert picture.size == (240, 360), "turned upright"
+    with Image.open(photos / "out" / "pictures" / "plain.png.jpg") as picture:
+        assert picture.size == (360, 240)
+
+
+def test_a_bad_file_is_named_skipped_and_told_by_the_exit_status(predict, photos):
+    (photos / "broken.png").write_bytes(b"\x89PNG and no more")
+    status, _, messages = predict(photos / "*.png", "last.ckpt", "--out", photos / "out", "--no-pictures")
+    assert status == 1
+    assert f"skipped {photos / 'broken.png'}: image file must be readable" in messages
+    assert "1 images, 1 skipped" in messages
+    assert json.loads((photos / "out" / "detections.json").read_text())
+    assert not (photos / "out" / "pictures").exists()
+
+
+def test_nothing_but_bad_files_is_an_error(predict, photos):
+    (photos / "plain.png").write_bytes(b"")
+    status, _, messages = predict(photos / "plain.png", "last.ckpt", "--out", photos / "out")
+    assert status == 1
+    assert "0 images, 1 skipped" in messages
+
+
+@pytest.mark.parametrize(
+    ("source", "model", "options", "message"),
+    [
+        ("nothing*.jpg", "last.ckpt", [], "source must be an image, a folder with images or a pattern"),
+        ("plain.png", "absent.ckpt", [], "no such file exists"),
+        ("plain.png", "synthetic", [], "artefact must be a folder with manifest.json"),
+        ("plain.png", "last.ckpt", ["--made-of", "last.ckpt"], "--made-of must come with an artefact"),
+        ("plain.png", "last.ckpt", ["--device", "cpu", "--op", "cuda"], "cuda"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_a_line(predict, photos, source, model, options, message):
+    status, _, messages = predict(photos / source, model, "--out", photos / "out", *options)
+    assert status == 1
+    assert messages.startswith("error: ")
+    assert message in messages
+    assert not (photos / "out").exists()
+
+
+def test_odd_images_are_survived(predict, tmp_path):
+    if "ODD_INPUTS_DIR" not in os.environ:
+        pytest.skip("needs ODD_INPUTS_DIR")
+    images = Path(os.environ["ODD_INPUTS_DIR"]) / "images"
+    status, _, messages = predict(images, "last.ckpt", "--out", tmp_path, "--batch-size", "4")
+    assert status == 1
+    assert "9 images, 2 skipped" in messages
+    for name in ("broken.png", "truncated_jpeg.jpg"):
+        assert f"skipped {images / name}" in messages
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "ckpt or model.weights must be given"),
+        (["ckpt=absent.ckpt"], "no such file exists"),
+        (["ckpt=last.ckpt", "op=triton"], "op must be reference for ONNX"),
+        (["ckpt=last.ckpt", "precision=bf16"], "precision must be fp32 for ONNX"),
+        (["ckpt=last.ckpt", "buckets=[[0,64]]"], "buckets must be pairs of height and width"),
+        (["ckpt=last.ckpt", "out=run"], "out must be a new folder or an artefact"),
+    ],
+)
+def test_wrong_exports_are_refused(workspace, monkeypatch, overrides, message):
+    monkeypatch.chdir(workspace)
+    with pytest.raises(ValueError, match=message):
+        export(workspace, "export=onnx", *overrides)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_graphs_need_a_gpu_and_an_error_is_a_line(workspace):
+    result = run(workspace, "-m", "scripts.export", "ckpt=last.ckpt")
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("error: export=cuda_graph must run on an NVIDIA GPU, got none")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "precision"), [("cuda_graph", "bf16"), ("cuda_graph", "fp32"), ("aoti", "fp32")])
+def test_artefacts_of_a_gpu_find_what_the_checkpoint_finds(workspace, predict, name, precision):
+    out = f"{name}_{precision}"
+    options = [f"export={name}", f"precision={precision}", f"out={out}", "batch_size=2"]
+    exported = run(workspace, "-m", "scripts.export", "ckpt=last.ckpt", *options)
+    assert exported.returncode == 0, exported.stderr
+    (images,) = workspace.glob("synthetic/*/val")
+    found = []
+    for model, settings in ((out, []), ("last.ckpt", ["--precision", precision, "--batch-size", "2"])):
+        status, _, messages = predict(images, model, "--out", f"found_{model}", "--no-pictures", *settings)
+        assert status == 0, messages
+        rows = json.loads((workspace / f"found_{model}" / "detections.json").read_text())
+        found.append(np.array(sorted(row["score"] for row in rows)))
+    np.testing.assert_allclose(found[0], found[1], atol=0 if name == "cuda_graph" else 1e-3)
