@@ -47,7 +47,8 @@ class Arm:
         op: backend of the op, one of `OPS`.
         seed: of initial weights, data order, augmentation and dropout.
         repeat: tells apart runs that are equal in everything else.
-        nudge: seed of the direction in which each initial weight moves by one unit in the last place; 0 moves none.
+        nudge: seed of the direction in which each initial weight, and in half precision each output of the op, moves by
+            one unit in the last place; 0 moves none.
         fault: name of a fault of `parity.faults` that the op is given; None for a sound op.
         fault_size: share of the whole fault, in 0..1.
     """

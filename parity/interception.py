@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import msda_op
@@ -41,6 +42,31 @@ def replacing_op(op: Op) -> Iterator[None]:
         return op(value, spatial_shapes, locations, weights)
 
     with calling_around_op(replace):
+        yield
+
+
+@contextmanager
+def rounding_otherwise(seed: int) -> Iterator[None]:
+    """Moves every half-precision output of the op by one unit in the last place, up or down at random.
+
+    This is what a sound op with another order of its sums does; gradients on their way back change as much. Outputs in
+    float32 stay as they are.
+
+    Args:
+        seed: of the directions, together with PyTorch's own seed, which changes from step to step.
+    """
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def move(call: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        output = call(*args, **kwargs)
+        if output.dtype not in (torch.bfloat16, torch.float16):
+            return output
+        if output.device not in generators:
+            generators[output.device] = torch.Generator(output.device).manual_seed(torch.initial_seed() + seed)
+        drawn = torch.randint(2, output.shape, generator=generators[output.device], device=output.device)
+        return output * (1 + (2 * drawn - 1) * torch.finfo(output.dtype).eps).to(output.dtype)
+
+    with calling_around_op(move):
         yield
 
 

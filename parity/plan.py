@@ -56,7 +56,7 @@ def describe_plan(experiment: Experiment, levels: Sequence[str], trainings: Sequ
     for level in levels:
         steps = [training.num_steps for training in trainings if training.level == level]
         if steps:
-            lines.append(f"  {level}: {len(steps)} arms of {min(steps)} to {max(steps)} steps, {sum(steps)} in all")
+            lines.append(f"  {level}: arms {len(steps)}, steps {sum(steps)}")
     loads = [0] * settings.workers
     for training in trainings:
         loads[loads.index(min(loads))] += training.num_steps
@@ -64,10 +64,10 @@ def describe_plan(experiment: Experiment, levels: Sequence[str], trainings: Sequ
     if "sensitivity" in levels:
         broken = _count_broken_steps(experiment)
         slowest += -(-broken // settings.workers)
-        lines.append(f"  sensitivity: at most {broken} steps of broken arms")
+        lines.append(f"  sensitivity: broken arms, at most {broken} steps")
     total = sum(loads) + broken
     minutes = slowest * settings.step_seconds / 60
-    head = f"training: {total} steps in {settings.workers} processes, about {minutes:.1f} minutes"
+    head = f"training: {total} steps, {settings.workers} at a time, about {minutes:.1f} minutes"
     return [f"{head} at {settings.step_seconds:g} s a step", *lines]
 
 

@@ -27,7 +27,7 @@ from models.optimization import build_scheduler
 from models.structures import Targets
 from parity.arms import Arm, Experiment, nudge_weights, roughen_attention
 from parity.faults import find_fault
-from parity.interception import op_of
+from parity.interception import op_of, rounding_otherwise
 
 ALL_GRADIENTS = "all"
 GRADIENT_GROUPS = (ALL_GRADIENTS, "sampling_offsets", "attention_weights", "value_proj")
@@ -198,8 +198,13 @@ def build_detector(config: DictConfig, data: CocoDataModule, arm: Arm) -> Detect
 
 @contextmanager
 def faulty(detector: Detector, arm: Arm) -> Iterator[None]:
-    """Gives the detector the arm's fault, if it has one."""
+    """Gives the detector the arm's fault, if it has one; the op of a nudged arm rounds otherwise in half precision.
+
+    Nudged weights alone say little there: most round to the same half-precision numbers.
+    """
     with ExitStack() as stack:
+        if arm.nudge:
+            stack.enter_context(rounding_otherwise(arm.nudge))
         if arm.fault is not None:
             stack.enter_context(find_fault(arm.fault).injected(detector, op_of(arm.op), arm.fault_size))
         yield

@@ -16,10 +16,10 @@ def test_all_levels_share_arms_and_the_longest_begins(overrides):
     assert [training.num_steps for training in trainings] == [9, *[4] * 5, *[3] * 6]
     lines = describe_plan(experiment, list(LEVELS), trainings)
     broken = len(FAULTS) * 3 * 3  # three sizes, three steps
-    head = f"training: {9 + 5 * 4 + 6 * 3 + broken} steps in 2 processes, about 0.1 minutes at 0.05 s a step"
+    head = f"training: {9 + 5 * 4 + 6 * 3 + broken} steps, 2 at a time, about 0.1 minutes at 0.05 s a step"
     assert lines[0] == head
-    assert "  trajectory: 5 arms of 4 to 4 steps, 20 in all" in lines
-    assert f"  sensitivity: at most {broken} steps of broken arms" in lines
+    assert "  trajectory: arms 5, steps 20" in lines
+    assert f"  sensitivity: broken arms, at most {broken} steps" in lines
 
 
 def test_sensitivity_by_itself_plans_what_it_compares_with(overrides):
