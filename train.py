@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from coco.callbacks import CocoEvaluation
 from coco.datamodule import CocoDataModule
-from coco.errors import DataError, NonFiniteDetectionsError
+from coco.errors import DataError, NonFiniteDetectionsError, explain_dead_worker
 from models.callbacks import RunManifest
 from models.detector import Detector
 from models.divergence import TrainingDiverged
@@ -39,6 +39,11 @@ def main(cfg: DictConfig) -> float | None:
             trainer.fit(detector, datamodule, ckpt_path=cfg.ckpt_path)
     except (DataError, NonFiniteDetectionsError, TrainingDiverged) as error:
         sys.exit(f"error: {error}")
+    except RuntimeError as error:
+        explanation = explain_dead_worker(error)
+        if explanation is None:
+            raise
+        sys.exit(f"error: {explanation}")
     except SIGTERMException:
         sys.exit(128 + signal.SIGTERM)
     ap = trainer.callback_metrics.get("val/AP")

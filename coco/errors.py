@@ -1,4 +1,9 @@
-"""The error of data that its owner can mend."""
+"""Errors of data that its owner can mend, and of the loader."""
+
+import shutil
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
 
 
 class DataError(ValueError):
@@ -13,3 +18,17 @@ class DataError(ValueError):
 
 class NonFiniteDetectionsError(ValueError):
     """Detections hold NaN or infinity: the model has diverged."""
+
+
+def explain_dead_worker(error: RuntimeError) -> str | None:
+    """Returns a line on why a loader's worker died and what to do, None if the error is another one."""
+    message = str(error).strip()
+    if not (message.startswith("DataLoader worker") or "unable to open shared memory" in message):
+        return None
+    free = f"{shutil.disk_usage(SHARED_MEMORY).free >> 20} MiB free" if SHARED_MEMORY.is_dir() else "absent"
+    reason = message.splitlines()[0]
+    return (
+        f"loader workers must stay alive, got: {reason} If {SHARED_MEMORY} ({free}) or the memory is full, give the "
+        "container more (docker run --shm-size=8g), lower data.num_workers or data.batch_size, or set "
+        "data.num_workers=0"
+    )

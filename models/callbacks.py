@@ -1,6 +1,7 @@
 """Lightning callbacks about the run itself: speed, progress bar, manifest and summary."""
 
 import json
+import logging
 import math
 import statistics
 import time
@@ -13,6 +14,8 @@ from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.utilities import rank_zero_only
 
 from models.environment import describe_environment
+
+logger = logging.getLogger(__name__)
 
 
 def closes_log_window(trainer: Trainer, batch_idx: int) -> bool:
@@ -63,6 +66,53 @@ class Throughput(Callback):
         if self._since is not None:
             self._seconds += time.perf_counter() - self._since
         self._since = None
+
+
+class LoaderHint(Callback):
+    """Warns once if the training waits for data, with what to do about it.
+
+    Args:
+        num_workers: Loader processes of one training process.
+        largest_share: Share of the time between two steps, 0..1, above which the loader is the bottleneck.
+    """
+
+    def __init__(self, *, num_workers: int, largest_share: float) -> None:
+        self.num_workers = num_workers
+        self.largest_share = largest_share
+        self._waited = 0.0
+        self._window_began: float | None = None
+        self._batch_ended: float | None = None
+        self._has_warned = False
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begins anew: an epoch's first batch is waited for while its workers start."""
+        self._window_began = self._batch_ended = None
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begins anew after an evaluation."""
+        self._window_began = self._batch_ended = None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Counts the time since the batch before."""
+        if self._batch_ended is not None:
+            self._waited += time.perf_counter() - self._batch_ended
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Judges a window of `log_every_n_steps` batches."""
+        now = time.perf_counter()
+        if closes_log_window(trainer, batch_idx) or self._window_began is None:
+            elapsed = 0.0 if self._window_began is None else now - self._window_began
+            if self._waited > self.largest_share * elapsed > 0 and not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "%.0f %% of the training time is spent waiting for data with data.num_workers=%d: raise it, or see "
+                    "what limits the loader with python -m scripts.benchmark loader",
+                    *(100 * self._waited / elapsed, self.num_workers),
+                )
+            self._waited, self._window_began = 0.0, now
+        self._batch_ended = now
 
 
 class ProgressBar(RichProgressBar):
