@@ -79,7 +79,8 @@ class HungarianMatcher(nn.Module):
             The matches of the decoder layers, and those of the proposals (n = 1) or None without proposals.
 
         Notes:
-            Float32 under any autocast. One copy from the device, of all costs, and one back to it. A cost that is not
+            Float32 under any autocast. One copy from the device, of all costs or, for more than `MAX_DENSE_QUERIES`
+            queries, of the cheapest of each target, which hold a best assignment; the only wait. A cost that is not
             finite counts as 1e8, with a warning that names the layer and the image of each.
         """
         slots = _target_slots(targets.counts).to(targets.labels.device, non_blocking=True)
