@@ -234,3 +234,17 @@ def test_divergence_stops_with_evidence_and_the_last_finite_weights(cache, tmp_p
     checkpoint = torch.load(tmp_path / "divergence" / "step_2.ckpt", weights_only=True)
     assert all(torch.isfinite(value).all() for value in checkpoint["state_dict"].values())
     assert checkpoint["config"]["seed"] == 42
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_gpu_run_goes_on_bit_for_bit(cache, tmp_path, precision):
+    """Or PyTorch raises an error that names the operation without a deterministic form."""
+    words = ["trainer=gpu", "op=triton", f"precision={precision}", "ema=exponential"]
+    fit(tmp_path / "whole", cache, *words)
+    fit(tmp_path / "again", cache, *words)
+    assert differences(tmp_path / "again", tmp_path / "whole") == []
+    with pytest.raises(Killed):
+        fit(tmp_path / "stopped", cache, *words, action=crash, step=3)
+    fit(tmp_path / "stopped", cache, *words, "ckpt_path=auto")
+    assert differences(tmp_path / "stopped", tmp_path / "whole") == []
