@@ -6,11 +6,13 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 
-from msda_op import ms_deform_attn
+from msda_op import fused_ms_deform_attn, ms_deform_attn, sampling_locations_from_offsets
 from msda_op.compat import batch_step
 from msda_op.levels import HostShapes, device_tables
+from msda_op.reference import attention_weights_from_logits
 from parity.comparisons import Op
 
 # Called with value, spatial_shapes and level_start_index on the device, sampling_locations, attention_weights.
@@ -38,6 +40,39 @@ def own_implementations() -> list[Peer]:
         Peer("msda_op triton", _with_tables(partial(ms_deform_attn, backend="triton")), captured=True),
         Peer("msda_op reference", _reference),
     ]
+
+
+def fused_implementations(reference_points: Tensor) -> list[Peer]:
+    """Returns the fused op, and the same composed of softmax, locations and the plain kernels.
+
+    Args:
+        reference_points: `[1, Q, L, 2]` (x, y), those of every batch item. The ops are called with sampling offsets in
+            place of locations and with logits in place of attention weights.
+    """
+    return [
+        Peer("msda_op triton, fused", partial(_fused, reference_points, "triton"), captured=True),
+        Peer("softmax + locations + msda_op triton", partial(_composed, reference_points), captured=True),
+    ]
+
+
+def fused_reference(reference_points: Tensor) -> Op:
+    """Returns what `fused_implementations` of the same points are judged by."""
+    return partial(_fused, reference_points, "reference")
+
+
+def _fused(
+    reference_points: Tensor, backend: str, value: Tensor, shapes: HostShapes, offsets: Tensor, logits: Tensor
+) -> Tensor:
+    points = reference_points.expand(value.shape[0], -1, -1, -1)
+    if value.dtype == torch.float64:
+        points = points.double()
+    return fused_ms_deform_attn(value, shapes, None, points, offsets, logits, backend=backend)
+
+
+def _composed(reference_points: Tensor, value: Tensor, shapes: HostShapes, offsets: Tensor, logits: Tensor) -> Tensor:
+    tables = device_tables(shapes, None, value.device)
+    locations = sampling_locations_from_offsets(reference_points.expand(value.shape[0], -1, -1, -1), offsets, tables[0])
+    return ms_deform_attn(value, *tables, locations, attention_weights_from_logits(logits), backend="triton")
 
 
 def find_peers() -> tuple[list[Peer], dict[str, str]]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from msda_op.reference import ms_deform_attn_reference
 from parity.cases import INPUT_NAMES, OpInputs
-from parity.comparisons import Comparison, compare_results, evaluate
+from parity.comparisons import Comparison, Op, compare_results, evaluate
 from parity.peers import Peer
 from parity.presets import Preset
 from parity.roofline import Traffic, predict_traffic
@@ -47,13 +47,13 @@ class Judge:
     another, an overflow of an index and a race, and fit in memory.
     """
 
-    def __init__(self, inputs: OpInputs) -> None:
+    def __init__(self, inputs: OpInputs, reference: Op = ms_deform_attn_reference) -> None:
         batch = inputs.value.shape[0]
         self._items = sorted({0, batch - 1})
         self._inputs = inputs
         chosen = replace(inputs, **{name: getattr(inputs, name)[self._items] for name in (*INPUT_NAMES, "grad_output")})
-        self._expected = evaluate(ms_deform_attn_reference, chosen.double(), INPUT_NAMES)
-        self._competitor = evaluate(ms_deform_attn_reference, chosen, INPUT_NAMES)
+        self._expected = evaluate(reference, chosen.double(), INPUT_NAMES)
+        self._competitor = evaluate(reference, chosen, INPUT_NAMES)
 
     def compare(self, peer: Peer) -> tuple[Comparison, ...]:
         """Runs an implementation forward and backward and compares output and gradients, by the 2x / 3x rule."""
@@ -153,7 +153,33 @@ def _bandwidths(name: str, traffic: Mapping[str, int], milliseconds: float) -> R
     }
 
 
-def run_workload(workload: Workload, peers: list[Peer], meter: Meter, report: Callable[[Row], None]) -> list[Row]:
+def fuse_workload(workload: Workload) -> tuple[Workload, Tensor]:
+    """Returns a workload for the fused op that samples about the same places, and its reference points `[1, Q, L, 2]`.
+
+    Offsets in pixels stand in the place of locations, and logits in that of attention weights, both in the dtype of
+    value, as a projection under autocast writes them. The bytes predicted for it stay those of the plain op.
+    """
+    inputs = workload.inputs
+    locations = inputs.sampling_locations
+    points = locations[:1].mean(dim=(2, 4))
+    sizes_wh = locations.new_tensor([(w, h) for h, w in inputs.spatial_shapes])
+    offsets = (locations - points[:, :, None, :, None]) * sizes_wh[:, None]
+    dtype = inputs.value.dtype
+    fused = replace(
+        inputs,
+        sampling_locations=offsets.to(dtype),
+        attention_weights=inputs.attention_weights.float().clamp(min=1e-6).log().to(dtype),
+    )
+    return replace(workload, inputs=fused), points
+
+
+def run_workload(
+    workload: Workload,
+    peers: list[Peer],
+    meter: Meter,
+    report: Callable[[Row], None],
+    reference: Op = ms_deform_attn_reference,
+) -> list[Row]:
     """Measures every implementation on one workload.
 
     Args:
@@ -161,8 +187,9 @@ def run_workload(workload: Workload, peers: list[Peer], meter: Meter, report: Ca
         peers: implementations, in this order.
         meter: how to measure.
         report: called with each row as soon as it is there.
+        reference: what they are judged by.
     """
-    judge = Judge(workload.inputs)
+    judge = Judge(workload.inputs, reference)
     rows = []
     for peer in peers:
         rows.append(measure_row(peer, workload, judge, meter))

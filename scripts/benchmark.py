@@ -26,9 +26,9 @@ from models.environment import describe_environment
 from parity.inference_benchmark import CONTENDERS, MODELS, CudaInferenceMeter, Job, build_detector, plot_dispatch
 from parity.inference_benchmark import format_row as format_inference
 from parity.inference_benchmark import measure_row as measure_inference
-from parity.peers import find_peers, own_implementations
+from parity.peers import find_peers, fused_implementations, fused_reference, own_implementations
 from parity.presets import PRESETS, make_preset_inputs
-from parity.speed import Row, Workload, compare_repeats, format_row, run_workload
+from parity.speed import Row, Workload, compare_repeats, format_row, fuse_workload, run_workload
 from parity.step_benchmark import StepCase, format_step, measure_step
 from parity.timing import CudaMeter, CudaStopwatch, measure_copy_bandwidth, measure_device_time, read_gpu_state
 
@@ -181,6 +181,8 @@ def run_op(options: argparse.Namespace) -> None:
         first, *_, again = run_workload(workload, peers, meter, report)
         if first["status"] == again["status"] == "timed":
             content["repeated"].append(compare_repeats([first, again]))
+        fused, points = fuse_workload(workload)
+        run_workload(fused, fused_implementations(points), meter, report, fused_reference(points))
     write_results(options.out, content)
     if options.plot is not None:
         plot_rows(rows, options.plot)

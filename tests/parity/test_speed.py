@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from msda_op.reference import ms_deform_attn_reference
-from parity.peers import Peer
+from parity.peers import Peer, fused_implementations, fused_reference
 from parity.presets import Preset, make_preset_inputs
-from parity.speed import Judge, Workload, compare_repeats, format_row, measure_row, run_workload
+from parity.speed import Judge, Workload, compare_repeats, format_row, fuse_workload, measure_row, run_workload
 from parity.timing import DeviceTime, Summary, WallTime
 
 PRESET = Preset("tiny", ((4, 6), (2, 3)), num_queries=7, num_heads=2, head_dim=4, num_points=2)
@@ -143,3 +143,14 @@ def test_text_of_a_row_warns_of_dropped_clocks(workload: Workload) -> None:
     assert "WARNING clocks dropped" in text
     assert "forward 0.5000 [0.5000, 0.5000] wall 3.0000 host 1.0000 ms" in text
     assert "WARNING" not in format_row(measure(ms_deform_attn_reference, workload, FixedMeter()), 4000.0)
+
+
+def test_fused_op_and_its_composition_are_judged_and_timed_alike(workload: Workload) -> None:
+    fused, points = fuse_workload(workload)
+    peers = fused_implementations(points)
+    rows = run_workload(fused, peers, FixedMeter(), lambda row: None, fused_reference(points))
+    assert [row["implementation"] for row in rows] == [peer.name for peer in peers]
+    assert [(row["status"], row["reason"]) for row in rows] == [("timed", None)] * 2
+    wrong = [Peer("of moved points", fused_implementations(points + 0.02)[0].op)]
+    (row,) = run_workload(fused, wrong, FixedMeter(), lambda row: None, fused_reference(points))
+    assert row["status"] == "refused"

@@ -151,14 +151,17 @@ def measured_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
 @pytest.mark.usefixtures("measured_without_a_gpu")
-def test_op_times_ours_twice_and_each_row_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_op_times_ours_twice_and_the_fused_form_and_each_row_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, picture = tmp_path / "op.json", tmp_path / "op.png"
     pytest.importorskip("matplotlib")
     assert main(["op", "--out", str(out), "--plot", str(picture)]) == 0
     content = json.loads(out.read_text())
     assert set(content) == {"schema", "environment", "gpu", "missing_peers", "copy_gb_s", "rows", "repeated"}
     names = [row["implementation"] for row in content["rows"]]
-    assert names == ["msda_op triton", "msda_op reference", "msda_op triton"]
+    fused = ["msda_op triton, fused", "softmax + locations + msda_op triton"]
+    assert names == ["msda_op triton", "msda_op reference", "msda_op triton", *fused]
     assert {row["status"] for row in content["rows"]} == {"timed"}
     assert content["repeated"][0]["relative_difference"] == {"forward_device_ms": 0.0, "backward_device_ms": 0.0}
     assert "deformops: not installed" in capsys.readouterr().out
