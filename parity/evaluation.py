@@ -15,6 +15,7 @@ from models.postprocess import postprocess
 from parity.arms import Arm, Experiment, arm_hash, nudge_weights
 from parity.recording import Progress
 from parity.results import Check, LevelResult, guard, judge
+from parity.tolerances import OUTPUT
 from parity.training import TrainingLoop, autocast_dtype, build_data, build_detector, faulty, move_batch
 
 QUESTION = "With the same weights, does the other op give the same AP?"
@@ -58,7 +59,7 @@ def run_evaluation(experiment: Experiment, progress: Progress) -> LevelResult:
     }
     margins = {
         "AP": f"the controls' largest difference + {settings.margin_ap:g} points",
-        "agreement": f"at least {settings.min_agreement:g} points, or that of the controls",
+        "agreement": f"at least {settings.min_agreement:g} points, or {OUTPUT.factor:g} x the controls' gap to 100",
     }
     return LevelResult("evaluation", QUESTION, tuple(checks), margins, data)
 
@@ -118,9 +119,14 @@ def evaluate_arm(experiment: Experiment, arm: Arm, weights: dict[str, Tensor], p
 
 
 def control_arms(experiment: Experiment) -> list[Arm]:
-    """Returns A, A' (A again) and A+1 (A from weights one unit in the last place away)."""
+    """Returns A, A' (A again) and A+1, A+2, ... (A from weights one unit in the last place away)."""
     arm = Arm("A", experiment.against, experiment.seed)
-    return [arm, replace(arm, name="A'", repeat=1), replace(arm, name="A+1", nudge=1)]
+    nudges = range(1, experiment.settings.evaluation.controls + 1)
+    return [
+        arm,
+        replace(arm, name="A'", repeat=1),
+        *(replace(arm, name=f"A+{nudge}", nudge=nudge) for nudge in nudges),
+    ]
 
 
 def compare_evaluations(
@@ -132,7 +138,8 @@ def compare_evaluations(
     allowed = max(abs(control - ap) for control in control_aps) + settings.margin_ap
     difference = abs(other_ap - ap)
     *control_agreements, agreement = (agree(base, each, settings.num_agreed) for each in (*controls, other))
-    required = min(settings.min_agreement, *control_agreements)
+    missing = max(PERCENT - agreed for agreed in control_agreements)
+    required = min(settings.min_agreement, PERCENT - OUTPUT.factor * missing)
     found = ap >= settings.min_ap
     words = "AP of the base" if found else "refused: too low to compare anything, AP of the base"
     checks = [
