@@ -16,7 +16,7 @@ Limits, where the arithmetic differs from the kernels for every shape:
 - A row of grad_output that is not finite spoils, through records, the whole windows of 4 x 8 pixels of the tiles that
   its samples fall into, not only the pixels that they weigh.
 - Locations that are NaN or infinite sample nothing, as everywhere.
-- The first call with new level sizes copies a small table to the device.
+- Levels must not overlap in value: the tables of buckets are allocated for h * w adding up to at most S.
 """
 
 from msda_op.triton.hopper.op import backward, forward, fused_backward, fused_forward
