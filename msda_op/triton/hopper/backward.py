@@ -15,9 +15,17 @@ registers 0 and 2 in even columns and 1 and 3 in odd ones, and c0 + c3 of the re
 with the gradient, over all 32 channels, in every t. Lane t keeps that of quad t, and two shuffles bring each row's
 pair home to its sample lane.
 
+Rows of float32 have eight chunks. Their dot products are ordinary multiplications, exact to float32:
+
+    gather lane:   bit 4              bit 3                bits 2-0
+                   point of a pair    left/right pixel     16-byte chunk of the 128-byte row
+
+Eight loads of two points each leave eight parts on each lane for the upper and for the lower row of pixels. Eight lanes
+of chunks add them up by halving three times, after which lane c of them keeps the sum of load c.
+
 The gradient of value goes one of two ways, SCATTER:
     "atomics"   eight lanes add the 128-byte row of float32 of one pixel; for few samples.
-    "records"   each sample leaves 8 bytes in its bucket, see `make_record`; `reduce` turns buckets into gradients.
+    "records"   each sample leaves a record in its bucket; `reduce` turns buckets into gradients.
     "none"      nobody asked for it.
 """
 
@@ -25,14 +33,16 @@ import triton
 import triton.language as tl
 
 from msda_op.triton.hopper.buckets import COUNTER_STRIDE, TILE_H, TILE_W, find_bucket, join_buckets, load_bin
-from msda_op.triton.hopper.forward import load_rows
+from msda_op.triton.hopper.forward import add_and_halve, load_rows
 from msda_op.triton.hopper.primitives import (
     add_floats4,
     load_words2,
+    load_words4,
     multiply_matrices,
     pack_halves,
     shuffle,
     store_words2,
+    store_words4,
 )
 from msda_op.triton.hopper.samples import (
     load_lane_level,
@@ -49,8 +59,9 @@ from msda_op.triton.hopper.samples import (
     weigh_pixels,
 )
 
-# A record is two words, (x << 16 | attention as float16, query << 15 | y): x and y are the place in the tile plus 1, in
-# units of 1/2048 pixel. Its 17 bits for the query limit Q to 2^17.
+# A record of halves is two words, (x << 16 | attention as float16, query << 15 | y): x and y are the place in the tile
+# plus 1, in units of 1/2048 pixel. Its 17 bits for the query limit Q to 2^17. That of float32 is four: x, y, attention
+# as they are, and the query.
 RECORD_SCALE = tl.constexpr(2048)
 
 
@@ -61,6 +72,18 @@ def make_record(x, y, tile_left, tile_top, attention, query):
     row = tl.minimum(((y - tile_top + 1) * RECORD_SCALE + 0.5).to(tl.int32), (TILE_H + 2) * RECORD_SCALE - 1)
     half = attention.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return (column << 16) | half, (query << 15) | row
+
+
+@triton.jit
+def store_record(records, seat, x, y, tile_left, tile_top, attention, query, mask, dtype: tl.constexpr):
+    """Stores a sample's record at its place."""
+    if dtype == tl.float32:
+        column = (x - tile_left).to(tl.int32, bitcast=True)
+        row = (y - tile_top).to(tl.int32, bitcast=True)
+        store_words4(records + seat * 4, column, row, attention.to(tl.int32, bitcast=True), query, mask)
+    else:
+        word0, word1 = make_record(x, y, tile_left, tile_top, attention, query)
+        store_words2(records + seat * 2, word0, word1, mask)
 
 
 @triton.jit
@@ -92,6 +115,8 @@ def dot_query(
 
     In order upper left, upper right, lower left, lower right, on the lanes 0-15 and again on 16-31.
     """
+    if dtype == tl.float32:
+        return dot_float_query(value, grad_output, pixels, row_strides, lane, QUERY, CHUNKS)
     zero = lane * 0.0
     empty = (zero, zero, zero, zero)
     sums0 = (empty, empty)
@@ -118,6 +143,61 @@ def dot_query(
 
 
 @triton.jit
+def dot_float_rows(rows, gradient, upper_sum, lower_sum):
+    """Adds products of four channels of an upper and a lower row of pixels with those of the gradient."""
+    upper, lower = rows
+    for channel in tl.static_range(4):
+        upper_sum += upper[channel].to(tl.float32, bitcast=True) * gradient[channel].to(tl.float32, bitcast=True)
+        lower_sum += lower[channel].to(tl.float32, bitcast=True) * gradient[channel].to(tl.float32, bitcast=True)
+    return upper_sum, lower_sum
+
+
+@triton.jit
+def add_parts(lane, part0, part1, part2, part3, part4, part5, part6, part7):
+    """Adds each part over eight neighbouring lanes; lane c of them gets the sum of part c."""
+    on_bit2 = (lane & 4) != 0
+    on_bit1 = (lane & 2) != 0
+    half0 = add_and_halve(on_bit2, part0, part4, 4)
+    half1 = add_and_halve(on_bit2, part1, part5, 4)
+    half2 = add_and_halve(on_bit2, part2, part6, 4)
+    half3 = add_and_halve(on_bit2, part3, part7, 4)
+    quarter0 = add_and_halve(on_bit1, half0, half2, 2)
+    quarter1 = add_and_halve(on_bit1, half1, half3, 2)
+    return add_and_halve((lane & 1) != 0, quarter0, quarter1, 1)
+
+
+@triton.jit
+def dot_float_query(value, grad_output, pixels, row_strides, lane, QUERY: tl.constexpr, CHUNKS: tl.constexpr):
+    """Returns what `dot_query` returns, for rows of float32."""
+    zero = lane * 0.0
+    upper0, upper1, upper2, upper3, upper4, upper5, upper6, upper7 = (zero,) * 8
+    lower0, lower1, lower2, lower3, lower4, lower5, lower6, lower7 = (zero,) * 8
+    source = QUERY * 16 + (lane >> 4)
+    for chunk in tl.static_range(CHUNKS):
+        gradient = load_words4(grad_output + 32 * chunk)
+        rows0 = load_rows(value + 32 * chunk, pixels, source, row_strides[0])
+        rows1 = load_rows(value + 32 * chunk, pixels, source + 2, row_strides[0])
+        rows2 = load_rows(value + 32 * chunk, pixels, source + 4, row_strides[1])
+        rows3 = load_rows(value + 32 * chunk, pixels, source + 6, row_strides[1])
+        rows4 = load_rows(value + 32 * chunk, pixels, source + 8, row_strides[2])
+        rows5 = load_rows(value + 32 * chunk, pixels, source + 10, row_strides[2])
+        rows6 = load_rows(value + 32 * chunk, pixels, source + 12, row_strides[3])
+        rows7 = load_rows(value + 32 * chunk, pixels, source + 14, row_strides[3])
+        upper0, lower0 = dot_float_rows(rows0, gradient, upper0, lower0)
+        upper1, lower1 = dot_float_rows(rows1, gradient, upper1, lower1)
+        upper2, lower2 = dot_float_rows(rows2, gradient, upper2, lower2)
+        upper3, lower3 = dot_float_rows(rows3, gradient, upper3, lower3)
+        upper4, lower4 = dot_float_rows(rows4, gradient, upper4, lower4)
+        upper5, lower5 = dot_float_rows(rows5, gradient, upper5, lower5)
+        upper6, lower6 = dot_float_rows(rows6, gradient, upper6, lower6)
+        upper7, lower7 = dot_float_rows(rows7, gradient, upper7, lower7)
+    upper = add_parts(lane, upper0, upper1, upper2, upper3, upper4, upper5, upper6, upper7)
+    lower = add_parts(lane, lower0, lower1, lower2, lower3, lower4, lower5, lower6, lower7)
+    home = ((lane >> 1) & 7) + (lane & 1) * 16
+    return shuffle(upper, home), shuffle(upper, home + 8), shuffle(lower, home), shuffle(lower, home + 8)
+
+
+@triton.jit
 def add_pixels(grad_value, pixels, source, row_stride, weights, gradient, counts, PIXEL_STRIDE: tl.constexpr):
     """Adds four channels of the gradient, times their weights, to the four pixels of the sample on lane `source`."""
     upper = grad_value + shuffle(pixels, source)
@@ -134,6 +214,24 @@ def add_pixels(grad_value, pixels, source, row_stride, weights, gradient, counts
     add_floats4(
         lower + PIXEL_STRIDE, w * gradient[0], w * gradient[1], w * gradient[2], w * gradient[3], counts & (w != 0)
     )
+
+
+@triton.jit
+def load_gradient(pointer, dtype: tl.constexpr):
+    """Returns four channels of the gradient in float32."""
+    if dtype == tl.float32:
+        words = load_words4(pointer)
+        return (
+            words[0].to(tl.float32, bitcast=True),
+            words[1].to(tl.float32, bitcast=True),
+            words[2].to(tl.float32, bitcast=True),
+            words[3].to(tl.float32, bitcast=True),
+        )
+    else:
+        words = load_words2(pointer)
+        g0, g1 = unpack_halves(words[0], dtype)
+        g2, g3 = unpack_halves(words[1], dtype)
+        return g0, g1, g2, g3
 
 
 @triton.jit
@@ -154,10 +252,7 @@ def scatter_query(
     source = QUERY * 16 + (lane >> 3)
     channel = (lane & 7) * 4
     for chunk in tl.static_range(CHUNKS):
-        words = load_words2(grad_output + (32 * chunk + channel))
-        g0, g1 = unpack_halves(words[0], dtype)
-        g2, g3 = unpack_halves(words[1], dtype)
-        gradient = (g0, g1, g2, g3)
+        gradient = load_gradient(grad_output + (32 * chunk + channel), dtype)
         target = grad_value + (32 * chunk + channel)
         for quad in tl.static_range(4):
             add_pixels(target, pixels, source + 4 * quad, row_strides[quad], weights, gradient, counts, PIXEL_STRIDE)
@@ -175,7 +270,7 @@ def store_pair(pointer, x, y, mask):
 
 @triton.jit(do_not_specialize=["num_queries", "batch_stride", "head_stride", "num_buckets"])
 def backward_kernel(
-    value,  # [B, S, M, D] or [B, M, S, D] by its strides; bfloat16 or float16
+    value,  # [B, S, M, D] or [B, M, S, D] by its strides; bfloat16, float16 or float32
     levels,  # [L, 3] (h, w, first row) int32
     bins,  # [L, 3], see BucketPlan; None without records
     places,  # [B, Q, M, L, K, 2] (x, y) locations, or [B, Q, L, REFERENCE] reference points, float32
@@ -187,7 +282,7 @@ def backward_kernel(
     grad_offsets,  # [B, Q, M, L, K, 2], dtype of offsets; None where not asked for
     grad_weights,  # [B, Q, M, L, K], dtype of weights; None where not asked for
     counters,  # [B, M, num_buckets, COUNTER_STRIDE] int32, starts raised to ends; None without records
-    records,  # [B, M, Q * L * K, 2] int32; None without records
+    records,  # [B, M, Q * L * K, 2, or 4 where value is float32] int32; None without records
     num_queries,
     batch_stride,
     head_stride,
@@ -203,6 +298,8 @@ def backward_kernel(
     ITERATIONS: tl.constexpr,
 ):
     dtype: tl.constexpr = value.dtype.element_ty
+    ROW_LANES: tl.constexpr = 8 if dtype == tl.float32 else 4
+    RECORD_WORDS: tl.constexpr = 4 if dtype == tl.float32 else 2
     CHUNKS: tl.constexpr = D // 32
     PASSES: tl.constexpr = (L * ((K + 3) // 4) + 3) // 4
     NEEDS_DOTS: tl.constexpr = (grad_locations is not None) or (grad_offsets is not None) or (grad_weights is not None)
@@ -212,7 +309,7 @@ def backward_kernel(
     second = lane >= 16
 
     plane = item * batch_stride + head * head_stride
-    value += plane + ((lane >> 2) & 1) * PIXEL_STRIDE + (lane & 3) * 8
+    value += plane + ((lane // ROW_LANES) & 1) * PIXEL_STRIDE + lane % ROW_LANES * (32 // ROW_LANES)
     samples = item * num_queries * (M * L * K)
     if REFERENCE == 0:
         places += 2 * samples
@@ -231,10 +328,10 @@ def backward_kernel(
     if grad_value is not None:
         grad_value += plane
     grad_output += item * num_queries * (M * D) + head * D
-    gradient_chunk = (lane & 3) * 8 + ((lane >> 2) & 1) * 2
+    gradient_chunk = (lane & 7) * 4 if dtype == tl.float32 else (lane & 3) * 8 + ((lane >> 2) & 1) * 2
     if SCATTER == "records":
         counters += (item * M + head) * num_buckets * COUNTER_STRIDE
-        records += (item * M + head) * num_queries * (L * K * 2)
+        records += (item * M + head) * num_queries * (L * K * RECORD_WORDS)
 
     level, point, exists, height, width, start = load_lane_level(levels, lane, 0, L, K)
     strides = load_row_strides(levels, 0, PIXEL_STRIDE, L, K)
@@ -275,7 +372,6 @@ def backward_kernel(
             joins = counts & (weight_left + weight_right > 0) & (weight_top + weight_bottom > 0)
             bucket, tile_left, tile_top = find_bucket(left, top, query, level_bin)
             leader, rank, size = join_buckets(bucket, joins)
-            record = make_record(x, y, tile_left, tile_top, attention, query)
             seat = tl.atomic_add(counters + bucket * COUNTER_STRIDE, size, mask=joins & (lane == leader), sem="relaxed")
         step_height = height
         step_width = width
@@ -354,4 +450,4 @@ def backward_kernel(
                 store_pair(grad_offsets + 2 * sample, grad_x, grad_y, counts)
         if SCATTER == "records":
             seat = shuffle(seat, leader) + rank
-            store_words2(records + seat * 2, record[0], record[1], joins)
+            store_record(records, seat, x, y, tile_left, tile_top, attention, query, joins, dtype)

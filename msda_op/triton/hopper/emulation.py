@@ -162,6 +162,34 @@ def multiply_short_matrices(
     return _multiply((a0, a1), (b,), (c0, c1, c2, c3), tl.bfloat16)
 
 
+def multiply_tensor_floats(
+    a0: tl.tensor,
+    a1: tl.tensor,
+    a2: tl.tensor,
+    a3: tl.tensor,
+    b0: tl.tensor,
+    b1: tl.tensor,
+    c0: tl.tensor,
+    c1: tl.tensor,
+    c2: tl.tensor,
+    c3: tl.tensor,
+) -> tuple[tl.tensor, ...]:
+    def matrices(register: tl.tensor) -> np.ndarray:
+        return (_array(register).reshape(-1, 32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+    warps = _array(c0).size // 32
+    a, b, c = np.zeros((warps, 16, 8)), np.zeros((warps, 8, 8)), np.zeros((warps, 16, 8))
+    for register, (row, column) in zip((a0, a1, a2, a3), ((0, 0), (8, 0), (0, 4), (8, 4)), strict=True):
+        a[:, _G + row, _T + column] = matrices(register)
+    for register, row in zip((b0, b1), (0, 4), strict=True):
+        b[:, _T + row, _G] = matrices(register)
+    for register, (row, column) in zip((c0, c1, c2, c3), _C_PLACES, strict=True):
+        c[:, _G + row, 2 * _T + column] = _array(register).reshape(-1, 32)
+    with np.errstate(invalid="ignore"):
+        product = (c + a @ b).astype(np.float32)
+    return tuple(_tensor(product[:, _G + row, 2 * _T + column].ravel(), tl.float32) for row, column in _C_PLACES)
+
+
 def transpose_matrix(x: tl.tensor) -> tl.tensor:
     warps = _array(x).reshape(-1, 32)
     matrix = np.zeros((len(warps), 8, 8), np.uint16)

@@ -6,18 +6,20 @@ One program computes 32 channels of one head of 2 * WARPS * ITERATIONS queries. 
 Lanes hold samples (see `samples`) until the pixels are read. Reading, they stand like this:
 
     gather lane:   bit 4      bit 3             bit 2                bits 1-0
-                   query      parity of point   left/right pixel     16-byte chunk of the 64-byte row
+    halves         query      parity of point   left/right pixel     16-byte chunk of the 64-byte row
+    float32        query      left/right pixel  `---- 16-byte chunk of the 128-byte row ----'
 
-so that 8 neighbouring lanes read the left and the right pixel of one sample: 128 bytes in a row where heads come
-first (BNLC), which the L1 cache serves at once. One step takes two points of two queries: an LDG.128 for the upper
-row of pixels and one for the lower. The weights travel as pairs (upper, lower) of float16. At the end lanes that
-differ in bits 2 and 3 hold parts of the same sums; they exchange and keep two channels each.
+so that 8 neighbouring lanes read 128 bytes that the L1 cache serves at once: of halves the left and the right pixel of
+one sample, in a row where heads come first (BNLC), of float32 one pixel. One step takes two points of halves, or one
+of float32, of two queries: an LDG.128 for the upper row of pixels and one for the lower. The weights of halves travel
+as pairs (upper, lower) of float16. At the end lanes that differ in the bits of parity and side hold parts of the same
+sums; they exchange and keep two channels each.
 """
 
 import triton
 import triton.language as tl
 
-from msda_op.triton.hopper.primitives import load_words4, pack_halves, shuffle, shuffle_xor
+from msda_op.triton.hopper.primitives import load_words4, pack_halves, shuffle, shuffle_xor, store_words2
 from msda_op.triton.hopper.samples import (
     load_lane_level,
     load_row_strides,
@@ -65,14 +67,110 @@ def add_rows(sums, rows, weights, dtype: tl.constexpr):
 
 
 @triton.jit
+def add_float_rows(sums, rows, upper_weight, lower_weight):
+    """Returns the four sums of a lane plus its chunks of float32 times the weights of both rows."""
+    upper, lower = rows
+    return (
+        sums[0]
+        + upper[0].to(tl.float32, bitcast=True) * upper_weight
+        + lower[0].to(tl.float32, bitcast=True) * lower_weight,
+        sums[1]
+        + upper[1].to(tl.float32, bitcast=True) * upper_weight
+        + lower[1].to(tl.float32, bitcast=True) * lower_weight,
+        sums[2]
+        + upper[2].to(tl.float32, bitcast=True) * upper_weight
+        + lower[2].to(tl.float32, bitcast=True) * lower_weight,
+        sums[3]
+        + upper[3].to(tl.float32, bitcast=True) * upper_weight
+        + lower[3].to(tl.float32, bitcast=True) * lower_weight,
+    )
+
+
+@triton.jit
+def part_sides(left, right, lane, DISTANCE: tl.constexpr):
+    """Parts numbers of the left and the right pixels between a lane and the one at `DISTANCE`, a power of two.
+
+    Both results hold `left` on the lower and `right` on the upper lane of such a pair: the first those of the sample on
+    the lower lane, the second those of the other.
+    """
+    on_upper = (lane & DISTANCE) != 0
+    received = shuffle_xor(tl.where(on_upper, left, right), DISTANCE)
+    return tl.where(on_upper, received, left), tl.where(on_upper, right, received)
+
+
+@triton.jit
+def add_samples(sums, value, pixels, row_strides, share_top, share_bottom, weight_left, weight_right, lane):
+    """Returns the sums of a gather lane plus its part of the samples of a pass."""
+    dtype: tl.constexpr = value.dtype.element_ty
+    if dtype == tl.float32:
+        upper_even, upper_odd = part_sides(share_top * weight_left, share_top * weight_right, lane, 1)
+        lower_even, lower_odd = part_sides(share_bottom * weight_left, share_bottom * weight_right, lane, 1)
+        pixel_source = lane & 16
+        weight_source = (lane & 16) + ((lane >> 3) & 1)
+        for quad in tl.static_range(4):
+            # Eight loads leave before the first of them is used.
+            rows0 = load_rows(value, pixels, pixel_source + 4 * quad, row_strides[quad])
+            rows1 = load_rows(value, pixels, pixel_source + 4 * quad + 1, row_strides[quad])
+            rows2 = load_rows(value, pixels, pixel_source + 4 * quad + 2, row_strides[quad])
+            rows3 = load_rows(value, pixels, pixel_source + 4 * quad + 3, row_strides[quad])
+            source = weight_source + 4 * quad
+            sums = add_float_rows(sums, rows0, shuffle(upper_even, source), shuffle(lower_even, source))
+            sums = add_float_rows(sums, rows1, shuffle(upper_odd, source), shuffle(lower_odd, source))
+            source = weight_source + 4 * quad + 2
+            sums = add_float_rows(sums, rows2, shuffle(upper_even, source), shuffle(lower_even, source))
+            sums = add_float_rows(sums, rows3, shuffle(upper_odd, source), shuffle(lower_odd, source))
+    else:
+        # Of a quad, lanes 0-1 keep the weights of left pixels and lanes 2-3 of right ones; `early` holds points 0 and
+        # 1, `late` points 2 and 3.
+        pair_left = pack_halves(share_top * weight_left, share_bottom * weight_left, tl.float16)
+        pair_right = pack_halves(share_top * weight_right, share_bottom * weight_right, tl.float16)
+        early, late = part_sides(pair_left, pair_right, lane, 2)
+        pixel_source = (lane & 16) + ((lane >> 3) & 1)
+        weight_source = pixel_source + ((lane >> 2) & 1) * 2
+        for quad in tl.static_range(0, 4, 2):
+            # Eight loads leave before the first of them is used.
+            rows0 = load_rows(value, pixels, pixel_source + 4 * quad, row_strides[quad])
+            rows1 = load_rows(value, pixels, pixel_source + 4 * quad + 2, row_strides[quad])
+            rows2 = load_rows(value, pixels, pixel_source + 4 * quad + 4, row_strides[quad + 1])
+            rows3 = load_rows(value, pixels, pixel_source + 4 * quad + 6, row_strides[quad + 1])
+            sums = add_rows(sums, rows0, shuffle(early, weight_source + 4 * quad), dtype)
+            sums = add_rows(sums, rows1, shuffle(late, weight_source + 4 * quad), dtype)
+            sums = add_rows(sums, rows2, shuffle(early, weight_source + 4 * quad + 4), dtype)
+            sums = add_rows(sums, rows3, shuffle(late, weight_source + 4 * quad + 4), dtype)
+    return sums
+
+
+@triton.jit
 def add_and_halve(keeps_second, first, second, distance: tl.constexpr):
     """Adds over two lanes at `distance`: one gets the sum of `first`, the one that `keeps_second` that of `second`."""
     return tl.where(keeps_second, second, first) + shuffle_xor(tl.where(keeps_second, first, second), distance)
 
 
+@triton.jit
+def store_sums(output, sums, lane, mask):
+    """Adds up the parts of sums over lanes and stores two channels of each lane."""
+    dtype: tl.constexpr = output.dtype.element_ty
+    on_bit3 = (lane & 8) != 0
+    if dtype == tl.float32:
+        low = add_and_halve(on_bit3, sums[0], sums[2], 8)
+        high = add_and_halve(on_bit3, sums[1], sums[3], 8)
+        target = output + (lane & 7) * 4 + ((lane >> 3) & 1) * 2
+        store_words2(target, low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True), mask)
+    else:
+        on_bit2 = (lane & 4) != 0
+        half0 = add_and_halve(on_bit2, sums[0], sums[4], 4)
+        half1 = add_and_halve(on_bit2, sums[1], sums[5], 4)
+        half2 = add_and_halve(on_bit2, sums[2], sums[6], 4)
+        half3 = add_and_halve(on_bit2, sums[3], sums[7], 4)
+        low = add_and_halve(on_bit3, half0, half2, 8)
+        high = add_and_halve(on_bit3, half1, half3, 8)
+        target = output + (lane & 3) * 8 + ((lane >> 2) & 1) * 4 + ((lane >> 3) & 1) * 2
+        tl.store(target.to(tl.pointer_type(tl.int32), bitcast=True), pack_halves(low, high, dtype), mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_queries", "batch_stride", "head_stride"])
 def forward_kernel(
-    value,  # [B, S, M, D] or [B, M, S, D] by its strides; bfloat16 or float16
+    value,  # [B, S, M, D] or [B, M, S, D] by its strides; bfloat16, float16 or float32
     levels,  # [L, 3] (h, w, first row) int32
     places,  # [B, Q, M, L, K, 2] (x, y) locations, or [B, Q, L, REFERENCE] reference points, float32
     offsets,  # [B, Q, M, L, K, 2] (x, y); None for locations
@@ -90,23 +188,18 @@ def forward_kernel(
     WARPS: tl.constexpr,
     ITERATIONS: tl.constexpr,
 ):
-    dtype: tl.constexpr = value.dtype.element_ty
+    ROW_LANES: tl.constexpr = 8 if value.dtype.element_ty == tl.float32 else 4
     CHUNKS: tl.constexpr = D // 32
     PASSES: tl.constexpr = (L * ((K + 3) // 4) + 3) // 4
     item, head_chunk, first_query = split_program_id(num_queries, M * CHUNKS, 2 * WARPS * ITERATIONS)
     head = head_chunk // CHUNKS
     thread = tl.arange(0, 32 * WARPS)
     lane = thread & 31
-    right = (lane >> 2) & 1
-    parity = (lane >> 3) & 1
-    channel = head_chunk % CHUNKS * 32 + (lane & 3) * 8
-    on_right = right != 0
-    on_odd = parity != 0
-    in_second_half = (lane & 2) != 0
-    pixel_source = (lane & 16) + parity
-    weight_source = (lane & 16) + right * 2 + parity
+    right = (lane // ROW_LANES) & 1
+    channel = head_chunk % CHUNKS * 32
 
-    value += item * batch_stride + head * head_stride + (right * PIXEL_STRIDE + channel)
+    value += item * batch_stride + head * head_stride
+    value += right * PIXEL_STRIDE + channel + lane % ROW_LANES * (32 // ROW_LANES)
     samples = item * num_queries * (M * L * K)
     if REFERENCE == 0:
         places += 2 * samples
@@ -116,7 +209,7 @@ def forward_kernel(
         offsets += 2 * samples
     offset_dtype: tl.constexpr = offsets.dtype.element_ty
     weights += samples
-    output += item * num_queries * (M * D) + head * D + (channel + right * 4 + parity * 2)
+    output += item * num_queries * (M * D) + head * D + channel
 
     level, point, exists, height, width, start = load_lane_level(levels, lane, 0, L, K)
     strides = load_row_strides(levels, 0, PIXEL_STRIDE, L, K)
@@ -126,7 +219,8 @@ def forward_kernel(
         places, offsets, weights, tl.minimum(query, last_query), head, level, point, M, L, K, REFERENCE
     )
     zero = lane * 0.0
-    sums = (zero, zero, zero, zero, zero, zero, zero, zero)
+    empty = (zero, zero, zero, zero) if ROW_LANES == 8 else (zero, zero, zero, zero, zero, zero, zero, zero)
+    sums = empty
     for step in range(ITERATIONS * PASSES):
         x, y = place_sample(place, offset, height, width, offset_dtype, K, REFERENCE)
         attention = weight.to(tl.float32)
@@ -153,33 +247,9 @@ def forward_kernel(
                 places, offsets, weights, tl.minimum(query, last_query), head, level, point, M, L, K, REFERENCE
             )
 
-        # Weights to their lanes: of a quad, lanes 0-1 keep the left pixels and lanes 2-3 the right ones; `even` holds
-        # points 0 and 1, `odd` points 2 and 3.
         share_top = attention * weight_top
         share_bottom = attention * weight_bottom
-        pair_left = pack_halves(share_top * weight_left, share_bottom * weight_left, tl.float16)
-        pair_right = pack_halves(share_top * weight_right, share_bottom * weight_right, tl.float16)
-        received = shuffle_xor(tl.where(in_second_half, pair_left, pair_right), 2)
-        even = tl.where(in_second_half, received, pair_left)
-        odd = tl.where(in_second_half, pair_right, received)
-        for quad in tl.static_range(0, 4, 2):
-            # Eight loads leave before the first of them is used.
-            rows0 = load_rows(value, pixels, pixel_source + 4 * quad, row_strides[quad])
-            rows1 = load_rows(value, pixels, pixel_source + 4 * quad + 2, row_strides[quad])
-            rows2 = load_rows(value, pixels, pixel_source + 4 * quad + 4, row_strides[quad + 1])
-            rows3 = load_rows(value, pixels, pixel_source + 4 * quad + 6, row_strides[quad + 1])
-            sums = add_rows(sums, rows0, shuffle(even, weight_source + 4 * quad), dtype)
-            sums = add_rows(sums, rows1, shuffle(odd, weight_source + 4 * quad), dtype)
-            sums = add_rows(sums, rows2, shuffle(even, weight_source + 4 * quad + 4), dtype)
-            sums = add_rows(sums, rows3, shuffle(odd, weight_source + 4 * quad + 4), dtype)
-
+        sums = add_samples(sums, value, pixels, row_strides, share_top, share_bottom, weight_left, weight_right, lane)
         if step % PASSES == PASSES - 1:
-            half0 = add_and_halve(on_right, sums[0], sums[4], 4)
-            half1 = add_and_halve(on_right, sums[1], sums[5], 4)
-            half2 = add_and_halve(on_right, sums[2], sums[6], 4)
-            half3 = add_and_halve(on_right, sums[3], sums[7], 4)
-            low = add_and_halve(on_odd, half0, half2, 8)
-            high = add_and_halve(on_odd, half1, half3, 8)
-            target = (output + done_query * (M * D)).to(tl.pointer_type(tl.int32), bitcast=True)
-            tl.store(target, pack_halves(low, high, dtype), mask=done_query < num_queries)
-            sums = (zero, zero, zero, zero, zero, zero, zero, zero)
+            store_sums(output + done_query * (M * D), sums, lane, done_query < num_queries)
+            sums = empty

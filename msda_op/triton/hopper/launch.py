@@ -105,7 +105,7 @@ class Buckets(NamedTuple):
         bins: `[L + 1, 3]` int32, see `buckets.plan_kernel`.
         windows: `[bound, 6]` int32, see there.
         starts: `[B, M, bound + 1]` int32, first record of each bucket.
-        records: `[B, M, Q * L * K, 2]` int32.
+        records: `[B, M, Q * L * K, 2]` int32, of 4 words where value is float32.
     """
 
     bound: int
@@ -188,8 +188,15 @@ def run_backward(
         compute_grad_value: whether to compute the gradient of value.
         grad_value: like value, contiguous, float32: what to add it to and to return; None for zeros.
         scatter: the way to it.
-        deterministic: whether it must be the same in every run, which takes records.
+        deterministic: whether it must be the same in every run, which takes records, and value in half precision.
+
+    Raises:
+        ValueError: if value is float32 and `deterministic`: its records of 16 bytes have no order.
     """
+    if deterministic and call.value.dtype == torch.float32:
+        raise ValueError(
+            "deterministic must be False where value is float32, got True; take the plain kernels' sorted sums"
+        )
     if grad_output.numel() == 0:
         return _zeros(call) if compute_grad_value and grad_value is None else grad_value
     grad_output = _align(grad_output)
@@ -242,7 +249,7 @@ def allocate_buckets(call: Call) -> tuple[Buckets, Tensor]:
         bins=empty(sizes.num_levels + 1, 3),
         windows=empty(bound, plan.WINDOW_FIELDS.value),
         starts=empty(call.planes, bound + 1),
-        records=empty(call.planes, num_samples, 2),
+        records=empty(call.planes, num_samples, 4 if call.value.dtype == torch.float32 else 2),
     )
     return buckets, empty(call.planes, bound, plan.COUNTER_STRIDE.value)
 
@@ -300,8 +307,9 @@ def main_launch(
         **call.samples,
         **call.strides,
     }
-    # Registers are chosen for 32 channels and records: more channels spill under them, and less work needs less.
-    registers = shape.registers if buckets is not None and call.sizes.head_dim == 32 else None
+    # Registers are chosen for records and 32 channels of halves: more spill under them, and less work needs less.
+    wide = call.sizes.head_dim > 32 or call.value.dtype == torch.float32
+    registers = None if buckets is None or wide else shape.registers
     return Launch(backward_kernel, call.count_programs(shape), arguments, shape.warps, registers)
 
 

@@ -20,7 +20,7 @@ def forward(
     """Multi-scale deformable attention (arXiv 2010.04159, eq. 3, without projections); see the package for its limits.
 
     Args:
-        value: `[B, S, M, D]`, or `[B, M, S, D]` for layout "BNLC"; bfloat16 or float16.
+        value: `[B, S, M, D]`, or `[B, M, S, D]` for layout "BNLC"; bfloat16, float16 or float32.
         spatial_shapes: `[L, 2]` (h, w) int32 or int64 tensor, or L pairs.
         sampling_locations: `[B, Q, M, L, K, 2]` (x, y), float32; 0..1 spans the padded level.
         attention_weights: `[B, Q, M, L, K]`, any float dtype.
@@ -89,7 +89,8 @@ def backward(
         compute_grad_value: whether to return the gradient of `value`.
         compute_grad_sampling_locations: whether to return that of `sampling_locations`.
         compute_grad_attention_weights: whether to return that of `attention_weights`.
-        deterministic: whether the gradient of `value` must be the same in every run; the others always are.
+        deterministic: whether the gradient of `value` must be the same in every run, which takes `value` in half
+            precision; the others always are.
         value_layout: "BLNC" or "BNLC".
         scatter: the way to the gradient of `value`, "atomics" or "records"; deterministic gradients need records.
 

@@ -189,6 +189,20 @@ def multiply_short_matrices(a0, a1, b, c0, c1, c2, c3):
 
 
 @primitive
+def multiply_tensor_floats(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
+    """C[16, 8] + A[16, 8] B[8, 8] over the warp, of the first 11 bits of float32, float32 out (HMMA.1688.F32.TF32)."""
+    return tl.inline_asm_elementwise(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+        [a0, a1, a2, a3, b0, b1, c0, c1, c2, c3],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@primitive
 def transpose_matrix(x):
     """Transpose of the 8 x 8 halves of the warp: lane 4g + t holds columns 2t, 2t + 1 of row g (MOVM)."""
     return tl.inline_asm_elementwise(

@@ -7,7 +7,7 @@ One program, a single warp, takes a bucket and 32 channels. For 32 records at a 
 
 in float32, where column n of W holds the bilinear weights of record n in the dtype of value: the hat function of its
 distance from each pixel along x, times that along y, times its attention weight. Nothing goes through shared memory:
-each lane computes the elements of W that it holds as A operand of the product.
+each lane computes the elements of W that it holds as A operand of the product. For float32 see `reduce_float32`.
 
     lane 4g + t    as record lane: record g of eight; its weight for row t of the window; 16-byte chunk t of its
                    gradient row: channels 8t .. 8t + 7
@@ -33,6 +33,7 @@ from msda_op.triton.hopper.primitives import (
     shuffle_xor,
     transpose_matrix,
 )
+from msda_op.triton.hopper.reduce_float32 import sum_float_records
 
 # Pairs of bfloat16: both halves of a number times 1, 1/2048 or -1/2048; and 1 beside 0.
 PICK = tl.constexpr(0x3F803F80)
@@ -154,25 +155,13 @@ def trade_sectors(sums, half: tl.constexpr, on_odd):
 
 
 @triton.jit
-def reduce_run(
-    records,  # of one item and head, at the first of the run
-    size,  # of the run, at least 1
-    grad_output,  # [Q, M, D] of the item, at the head and the first of 32 channels; bfloat16 or float16
-    window_row,  # row of `windows`, see buckets.plan_kernel
-    target,  # grad_value of the item and head, at the first channel; float32
-    PIXEL_STRIDE: tl.constexpr,
-    QUERY_STRIDE: tl.constexpr,
-):
-    """Adds a run of records of one tile to 32 channels of the gradient of value."""
+def sum_records(records, size, grad_output, lane, QUERY_STRIDE: tl.constexpr):
+    """Returns the upper and the lower two rows of the window of at least one record."""
     dtype: tl.constexpr = grad_output.dtype.element_ty
-    lane = tl.arange(0, 32)
     g = lane >> 2
     t = lane & 3
-    columns = tl.load(window_row + 2)
-    rows = tl.load(window_row + 3)
     gradient_rows = grad_output + t * 8
     words = records.to(tl.pointer_type(tl.int64), bitcast=True)
-
     zero = lane * 0.0
     none = (zero, zero, zero, zero)
     upper_sums = (none, none, none, none)
@@ -199,6 +188,29 @@ def reduce_run(
         words1 = next1
         words2 = next2
         words3 = next3
+    return upper_sums, lower_sums
+
+
+@triton.jit
+def reduce_run(
+    records,  # of one item and head, at the first of the run
+    size,  # of the run, at least 1
+    grad_output,  # [Q, M, D] of the item, at the head and the first of 32 channels; bfloat16, float16 or float32
+    window_row,  # row of `windows`, see buckets.plan_kernel
+    target,  # grad_value of the item and head, at the first channel; float32
+    PIXEL_STRIDE: tl.constexpr,
+    QUERY_STRIDE: tl.constexpr,
+):
+    """Adds a run of records of one tile to 32 channels of the gradient of value."""
+    lane = tl.arange(0, 32)
+    g = lane >> 2
+    t = lane & 3
+    columns = tl.load(window_row + 2)
+    rows = tl.load(window_row + 3)
+    if grad_output.dtype.element_ty == tl.float32:
+        upper_sums, lower_sums = sum_float_records(records, size, grad_output, lane, QUERY_STRIDE)
+    else:
+        upper_sums, lower_sums = sum_records(records, size, grad_output, lane, QUERY_STRIDE)
 
     on_odd = (t & 1) != 0
     corner = target + (tl.load(window_row) + g) * PIXEL_STRIDE + (t >> 1) * 16 + (t & 1) * 4
@@ -221,8 +233,8 @@ def reduce_kernel(
     bins,  # [L + 1, 3], see buckets.plan_kernel
     windows,  # [bound, WINDOW_FIELDS], see there
     starts,  # [B, M, bound + 1] int32
-    records,  # [B, M, capacity, 2] int32
-    grad_output,  # [B, Q, M, D], bfloat16 or float16
+    records,  # [B, M, capacity, 2, or 4 where grad_output is float32] int32
+    grad_output,  # [B, Q, M, D], bfloat16, float16 or float32
     target,  # grad_value in float32, by its strides, zeroed
     num_queries,
     batch_stride,
@@ -239,13 +251,14 @@ def reduce_kernel(
 ):
     """Adds bucket after bucket; COLOURED, tile after tile of one colour, the buckets of a tile in one run."""
     CHUNKS: tl.constexpr = D // 32
+    RECORD_WORDS: tl.constexpr = 4 if grad_output.dtype.element_ty == tl.float32 else 2
     program = tl.program_id(0) // CHUNKS
     channel = tl.program_id(0) % CHUNKS * 32
     plane = (program // programs).to(tl.int64)
     item = plane // M
     head = plane % M
     starts += plane * (bound + 1)
-    records += plane * capacity * 2
+    records += plane * capacity * RECORD_WORDS
     grad_output += item * num_queries * (M * D) + head * D + channel
     target += item * batch_stride + head * head_stride + channel
     for bucket in range(program % programs, tl.load(bins + L * 3 + 2), programs):
@@ -256,4 +269,4 @@ def reduce_kernel(
         start = tl.load(starts + bucket)
         size = tl.load(starts + bucket + count) - start
         if size > 0:
-            reduce_run(records + start * 2, size, grad_output, window_row, target, PIXEL_STRIDE, M * D)
+            reduce_run(records + start * RECORD_WORDS, size, grad_output, window_row, target, PIXEL_STRIDE, M * D)

@@ -59,6 +59,7 @@ def compile_kernel(name, kernel, types, warps=1, registers=None, **constants):
 sizes = dict(M=8, D=32, L=4, K=4, PIXEL_STRIDE=256)
 calls = [("bf16", 0, "few"), ("bf16", 0, "some"), ("bf16", 0, "many"), ("bf16", 2, "few"), ("bf16", 2, "many")]
 calls += [("bf16", 4, "many"), ("fp16", 0, "many"), ("fp16", 2, "few"), ("fp16", 2, "many")]
+calls += [("fp32", 0, "few"), ("fp32", 0, "many"), ("fp32", 2, "many")]
 for dtype, reference, regime in calls:
     types = dict.fromkeys(("value", "weights", "output", "grad_output", "grad_weights"), "*" + dtype)
     types |= {"offsets": "*" + dtype, "grad_offsets": "*" + dtype} if reference else {"grad_locations": "*fp32"}
@@ -75,8 +76,9 @@ for dtype, reference, regime in calls:
         scatter = "atomics"
         types |= dict.fromkeys(("bins", "counters", "records")) | {"grad_value": "*fp32"}
     name = f"{scatter} {label}"
-    compile_kernel(name, backward_kernel, types, shape.warps, shape.registers, SCATTER=scatter, **launch)
-for dtype in ("bf16", "fp16"):
+    registers = None if dtype == "fp32" else shape.registers
+    compile_kernel(name, backward_kernel, types, shape.warps, registers, SCATTER=scatter, **launch)
+for dtype in ("bf16", "fp16", "fp32"):
     types = {"grad_output": "*" + dtype, "target": "*fp32"}
     for coloured in (True, False):
         compile_kernel(f"reduce {dtype} {coloured}", reduce_kernel, types, COLOURED=coloured, **sizes)
@@ -104,7 +106,7 @@ def count(kernel: dict, prefix: str) -> int:
 
 
 def test_nothing_spills(report: dict[str, dict]) -> None:
-    assert len(report) == 31
+    assert len(report) == 41
     assert {name: kernel["stack"] for name, kernel in report.items() if kernel["stack"]} == {}
     assert not any(count(kernel, "STL") + count(kernel, "LDL") for kernel in report.values())
 
@@ -124,6 +126,8 @@ def test_atomics_are_native_relaxed_and_wide(report: dict[str, dict]) -> None:
 def test_gathers_are_sixteen_wide_loads_and_dot_products_are_on_tensor_cores(report: dict[str, dict]) -> None:
     for name, kernel in report.items():
         gathers = count(kernel, "LDG.E.128.CONSTANT")
+        if "fp32" in name:
+            continue
         if name.startswith(("forward", "records", "atomics")):
             boxes = (2 if "many" in name else 1) if " 4 " in name else 0
             assert gathers == 16 + boxes, name
@@ -134,6 +138,21 @@ def test_gathers_are_sixteen_wide_loads_and_dot_products_are_on_tensor_cores(rep
         if name.startswith("reduce"):
             assert (gathers, count(kernel, "MOVM"), count(kernel, "HMMA")) == (4, 16, 28), name
             assert count(kernel, "LDS") + count(kernel, "STS") == 0, name
+
+
+def test_float32_is_exact_arithmetic_on_wide_loads(report: dict[str, dict]) -> None:
+    for name, kernel in report.items():
+        if "fp32" not in name or name.startswith("count"):
+            continue
+        gathers = count(kernel, "LDG.E.128.CONSTANT")
+        if name.startswith("reduce"):
+            assert (count(kernel, "HMMA.1688.F32.TF32"), count(kernel, "HMMA"), count(kernel, "MOVM")) == (24, 24, 0)
+        else:
+            assert count(kernel, "HMMA") == 0, name
+            assert gathers >= 32, name
+        if name.startswith("forward"):
+            assert gathers == 32, name
+            assert count(kernel, "SHFL") == (60 if " 2 " in name else 52), name
 
 
 def test_loads_of_the_backward_leave_before_their_first_use(report: dict[str, dict]) -> None:

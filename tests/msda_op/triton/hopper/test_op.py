@@ -112,6 +112,31 @@ def test_float16(case: Case, way: dict) -> None:
     assert [result for result in results if not result.passed] == []
 
 
+FLOAT32_CASES = (CASES[0], CASES[1], CASES[5], CASES[6], CASES[8], CASES[10], THIN_CASES[0])
+
+
+@pytest.mark.parametrize("way", WAYS[:2], ids=str)
+@pytest.mark.parametrize("case", FLOAT32_CASES, ids=lambda case: case.name)
+def test_float32(case: Case, way: dict) -> None:
+    inputs = make_inputs(case, torch.float32, DEVICE, seed=0)
+    results = compare_hopper(inputs, **way)
+    assert [result for result in results if not result.passed] == []
+    assert len(results) == 4
+
+
+def test_float32_records_have_no_order() -> None:
+    inputs = make_inputs(CASES[0], torch.float32, DEVICE, seed=0)
+    with pytest.raises(ValueError, match="deterministic must"):
+        run_hopper(inputs, deterministic=True)
+
+
+@pytest.mark.parametrize("way", WAYS[:2], ids=str)
+def test_float32_heads_first(way: dict) -> None:
+    inputs = make_inputs(CASES[0], torch.float32, DEVICE, seed=1)
+    results = compare_hopper(inputs, value_layout="BNLC", **way)
+    assert [result for result in results if not result.passed] == []
+
+
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_heads_first(way: dict) -> None:
     case = Case("two queries", _FOUR, num_queries=2, batch=1, head_dim=32)

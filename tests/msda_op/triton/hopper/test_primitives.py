@@ -17,6 +17,7 @@ from msda_op.triton.hopper.primitives import (
     match_any,
     multiply_matrices,
     multiply_short_matrices,
+    multiply_tensor_floats,
     pack_halves,
     shuffle,
     shuffle_xor,
@@ -208,6 +209,39 @@ def test_short_products_pick_numbers_without_loss() -> None:
         num_warps=1,
     )
     assert torch.equal(target.permute(2, 0, 1, 3).reshape(16, 8), numbers / 2048 + c)
+
+
+@triton.jit
+def multiply_floats_kernel(a, b, c, target):
+    lane = tl.arange(0, 32)
+    a0, a1, a2, a3 = load_words4(a + lane * 4)
+    b0, b1 = load_words2(b + lane * 2)
+    c0 = tl.load(c + lane * 4)
+    c1 = tl.load(c + lane * 4 + 1)
+    c2 = tl.load(c + lane * 4 + 2)
+    c3 = tl.load(c + lane * 4 + 3)
+    d0, d1, d2, d3 = multiply_tensor_floats(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3)
+    tl.store(target + lane * 4, d0)
+    tl.store(target + lane * 4 + 1, d1)
+    tl.store(target + lane * 4 + 2, d2)
+    tl.store(target + lane * 4 + 3, d3)
+
+
+@pytest.mark.parametrize(("bits", "bound"), [(11, 1e-5), (24, 6e-2)])
+def test_product_of_tensor_floats_takes_eleven_bits(bits: int, bound: float) -> None:
+    a, b = halves(16, 8, dtype=torch.float32), halves(8, 8, dtype=torch.float32, seed=1)
+    c = halves(16, 8, dtype=torch.float32, seed=2)
+    mask = -(1 << (24 - bits))
+    a, b = ((x.view(torch.int32) & mask).view(torch.float32) for x in (a, b))
+    blocks_of_a = a.view(2, 8, 2, 4).permute(1, 3, 2, 0).contiguous()  # row, t, right, lower
+    blocks_of_b = b.view(2, 4, 8).permute(2, 1, 0).contiguous()  # column, t, lower
+    blocks_of_c = c.view(2, 8, 4, 2).permute(1, 2, 0, 3).contiguous()  # row, t, lower, pair
+    target = torch.empty(8, 4, 2, 2, device=DEVICE)
+    multiply_floats_kernel[(1,)](
+        blocks_of_a.view(torch.int32), blocks_of_b.view(torch.int32), blocks_of_c, target, num_warps=1
+    )
+    error = target.permute(2, 0, 1, 3).reshape(16, 8).double() - (a.double() @ b.double() + c.double())
+    assert error.abs().max() <= bound
 
 
 @triton.jit
