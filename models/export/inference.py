@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from models.export.padding import PaddingGuard
+from models.layers.self_attention import SelfAttention
 from models.normalization import ImageNormalizer
 from models.postprocess import postprocess
 
@@ -97,7 +98,7 @@ def keep_half_weights(module: InferenceModule, *inputs: Tensor) -> int:
     def record(layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         under_autocast[layer].add(torch.is_autocast_enabled(inputs[0].device.type))
 
-    layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear | nn.Conv2d | nn.MultiheadAttention)]
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear | nn.Conv2d | SelfAttention)]
     handles = [layer.register_forward_pre_hook(record) for layer in layers]
     module(*inputs)
     for handle in handles:

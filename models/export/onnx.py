@@ -1,6 +1,7 @@
 """ONNX: the detector through the reference op, for onnxruntime and whatever else reads it."""
 
 import logging
+import math
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,9 @@ class OnnxFormat:
             logging.getLogger(name).setLevel(logging.WARNING)  # they report every pass over the graph
         for bucket in buckets:
             example = example_inputs(bucket, batch_size, self.device)
+            exported = torch.export.export(module, example, strict=False)
             program = torch.onnx.export(
-                torch.export.export(module, example, strict=False),
+                exported.run_decompositions({torch.ops.aten.mean.dim: _average}),
                 dynamo=True,
                 opset_version=self.settings["opset"],
                 input_names=list(INPUT_NAMES),
@@ -69,6 +71,12 @@ class OnnxFormat:
             assert program is not None, "torch.onnx.export returns a program unless it is given a file"
             program.save(folder / program_name(bucket, self.name), external_data=False)
         return load_programs(folder, buckets, batch_size)
+
+
+def _average(tensor: Tensor, dim: list[int], keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Means a tensor after converting it; the exporter converts afterwards, and ONNX has no mean of booleans."""
+    converted = tensor if dtype is None else tensor.to(dtype)
+    return converted.sum(dim, keepdim) / math.prod(tensor.shape[axis] for axis in dim)
 
 
 def load_programs(folder: Path, buckets: tuple[Size, ...], batch_size: int) -> dict[Size, Program]:
