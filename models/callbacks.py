@@ -201,6 +201,10 @@ class RunSummary(Callback):
         }
         self._curve.append({"step": trainer.global_step, **values})
 
+    def _manifest(self) -> dict[str, Any]:
+        """Returns the run's manifest; a summary is passed on, so paths below the working folder are without it."""
+        return json.loads((self.run_dir / "manifest.json").read_text().replace(f"{Path.cwd()}/", ""))
+
     @rank_zero_only
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the summary; NaN stands for what was never logged."""
@@ -214,7 +218,7 @@ class RunSummary(Callback):
             "loss_last": next(iter(reversed(self._values("loss"))), math.nan),
             "validation": {name: round(float(value), 4) for name, value in metrics.items() if name.startswith("val/")},
             "curve": self._curve,
-            "manifest": json.loads((self.run_dir / "manifest.json").read_text()),
+            "manifest": self._manifest(),
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(summary, indent=1) + "\n")

@@ -42,10 +42,17 @@ def source_commit() -> dict[str, Any]:
     return {"commit": commit, "dirty": bool(status.strip())}
 
 
+def running_command() -> str:
+    """Returns the command line that runs, without the folder of the installation: `-m package.module` for a module."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    program = Path(sys.argv[0]).name if spec is None else f"-m {spec.name.removesuffix('.__main__')}"
+    return " ".join(["python", program, *sys.argv[1:]])
+
+
 def describe_environment() -> dict[str, Any]:
     """Describes software, hardware and source of the running process, ready for JSON."""
     return {
-        "command": " ".join(sys.argv),
+        "command": running_command(),
         "python": platform.python_version(),
         "packages": package_versions(),
         "cuda": torch.version.cuda,

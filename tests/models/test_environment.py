@@ -1,12 +1,15 @@
+import importlib.machinery
 import json
 import logging
 import subprocess
+import sys
+import types
 import warnings
 
 import pytest
 import torch
 
-from models.environment import allow_tf32, describe_environment, silence_dependencies, source_commit
+from models.environment import allow_tf32, describe_environment, running_command, silence_dependencies, source_commit
 
 
 def test_description_names_versions_and_commit():
@@ -30,6 +33,17 @@ def test_tf32_switch_reaches_products_and_convolutions(allowed):
     allow_tf32(allowed)
     assert torch.backends.cuda.matmul.allow_tf32 is allowed
     assert torch.backends.cudnn.allow_tf32 is allowed
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"), [(None, "python run.py op=triton"), ("parity.__main__", "python -m parity op=triton")]
+)
+def test_command_names_no_folder_of_the_machine(monkeypatch, spec, expected):
+    module = types.ModuleType("__main__")
+    module.__spec__ = None if spec is None else importlib.machinery.ModuleSpec(spec, None)
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    monkeypatch.setattr(sys, "argv", ["/somewhere/else/run.py", "op=triton"])
+    assert running_command() == expected
 
 
 def test_commit_comes_from_the_environment_outside_a_checkout(monkeypatch):
