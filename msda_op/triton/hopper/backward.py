@@ -7,14 +7,15 @@ Lanes hold samples (see `samples`) until the pixels are read, see `dots`.
 
 The gradient of value goes one of two ways, SCATTER:
     "atomics"   eight lanes add the 128-byte row of float32 of one pixel; for few samples.
-    "records"   each sample leaves a record in its bucket; `reduce` turns buckets into gradients.
+    "records"   each sample leaves a record in its bucket; `reduce` turns buckets into gradients. What it adds to is
+                zeroed here, where memory has time for it.
     "none"      nobody asked for it.
 """
 
 import triton
 import triton.language as tl
 
-from msda_op.triton.hopper.buckets import COUNTER_STRIDE, TILE_H, TILE_W, find_bucket, join_buckets, load_bin
+from msda_op.triton.hopper.buckets import TILE_H, TILE_W, find_bucket, join_buckets, load_bin, load_spread
 from msda_op.triton.hopper.dots import dot_query
 from msda_op.triton.hopper.primitives import (
     add_floats4,
@@ -138,25 +139,39 @@ def store_pair(pointer, x, y, mask):
         tl.store(pointer.to(tl.pointer_type(tl.int32), bitcast=True), pair, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_queries", "batch_stride", "head_stride", "num_buckets"])
+@triton.jit
+def zero_rows(grad_value, tile, tiles, value_length, thread, D: tl.constexpr, PIXEL_STRIDE: tl.constexpr):
+    """Zeroes one of `tiles` shares of the rows of an item and head."""
+    LANES: tl.constexpr = D // 4
+    share = tl.cdiv(value_length, tiles)
+    zero = thread * 0
+    for first in range(0, share, thread.shape[0] // LANES):
+        place = first + thread // LANES
+        row = tile * share + place
+        target = grad_value + row * PIXEL_STRIDE + thread % LANES * 4
+        store_words4(target, zero, zero, zero, zero, (place < share) & (row < value_length))
+
+
+@triton.jit(do_not_specialize=["num_queries", "batch_stride", "head_stride", "slots"])
 def backward_kernel(
     value,  # [B, S, M, D] or [B, M, S, D] by its strides; bfloat16, float16 or float32
-    levels,  # [L, 3] (h, w, first row) int32
-    bins,  # [L, 3], see BucketPlan; None without records
+    spatial_shapes,  # [L, 2] (h, w) int32 or int64
+    level_start_index,  # [L] first row of value, int32 or int64
+    bins,  # [L + 1, 3], see buckets.plan_kernel; None without records
     places,  # [B, Q, M, L, K, 2] (x, y) locations, or [B, Q, L, REFERENCE] reference points, float32
     offsets,  # [B, Q, M, L, K, 2] (x, y); None for locations
     weights,  # [B, Q, M, L, K] attention weights, or logits
     grad_output,  # [B, Q, M, D], dtype of value
-    grad_value,  # like value, float32, zeroed; None without atomics
+    grad_value,  # like value, float32: atomics add to it, records leave it zeroed; None for neither
     grad_locations,  # [B, Q, M, L, K, 2] float32; None where not asked for
     grad_offsets,  # [B, Q, M, L, K, 2], dtype of offsets; None where not asked for
     grad_weights,  # [B, Q, M, L, K], dtype of weights; None where not asked for
-    counters,  # [B, M, num_buckets, COUNTER_STRIDE] int32, starts raised to ends; None without records
+    counters,  # [B, M, slots] int32, starts raised to ends; None without records
     records,  # [B, M, Q * L * K, 2, or 4 where value is float32] int32; None without records
     num_queries,
     batch_stride,
     head_stride,
-    num_buckets,
+    slots,
     PIXEL_STRIDE: tl.constexpr,
     M: tl.constexpr,
     D: tl.constexpr,
@@ -197,14 +212,19 @@ def backward_kernel(
         grad_weights += samples
     if grad_value is not None:
         grad_value += plane
+        if SCATTER == "records":
+            QUERIES: tl.constexpr = 2 * WARPS * ITERATIONS
+            tiles = tl.cdiv(num_queries, QUERIES)
+            zero_rows(grad_value, first_query // QUERIES, tiles, batch_stride // (M * D), thread, D, PIXEL_STRIDE)
     grad_output += item * num_queries * (M * D) + head * D
     gradient_chunk = (lane & 7) * 4 if dtype == tl.float32 else (lane & 3) * 8 + ((lane >> 2) & 1) * 2
     if SCATTER == "records":
-        counters += (item * M + head) * num_buckets * COUNTER_STRIDE
+        counters += (item * M + head) * slots
+        spread = load_spread(bins, L)
         records += (item * M + head) * num_queries * (L * K * RECORD_WORDS)
 
-    level, point, exists, height, width, start = load_lane_level(levels, lane, 0, L, K)
-    strides = load_row_strides(levels, 0, PIXEL_STRIDE, L, K)
+    level, point, exists, height, width, start = load_lane_level(spatial_shapes, level_start_index, lane, 0, L, K)
+    strides = load_row_strides(spatial_shapes, 0, PIXEL_STRIDE, L, K)
     if SCATTER == "records":
         level_bin = load_bin(bins, level)
     first_of_pair = first_query + (thread >> 5) * 2
@@ -242,15 +262,17 @@ def backward_kernel(
             joins = counts & (weight_left + weight_right > 0) & (weight_top + weight_bottom > 0)
             bucket, tile_left, tile_top = find_bucket(left, top, query, level_bin)
             leader, rank, size = join_buckets(bucket, joins)
-            seat = tl.atomic_add(counters + bucket * COUNTER_STRIDE, size, mask=joins & (lane == leader), sem="relaxed")
+            seat = tl.atomic_add(counters + bucket * spread, size, mask=joins & (lane == leader), sem="relaxed")
         step_height = height
         step_width = width
         step_place = place
         # The next sample is on its way while this one is summed.
         if PASSES > 1:
             sweep = (step + 1) % PASSES
-            level, point, exists, height, width, start = load_lane_level(levels, lane, sweep, L, K)
-            strides = load_row_strides(levels, sweep, PIXEL_STRIDE, L, K)
+            level, point, exists, height, width, start = load_lane_level(
+                spatial_shapes, level_start_index, lane, sweep, L, K
+            )
+            strides = load_row_strides(spatial_shapes, sweep, PIXEL_STRIDE, L, K)
             if SCATTER == "records":
                 level_bin = load_bin(bins, level)
             first_of_pair = tl.where(sweep == 0, first_of_pair + 2 * WARPS, first_of_pair)

@@ -16,20 +16,28 @@ bucket after the other where there are more.
 
 Sizes of buckets are exact: samples are counted, the counts summed up to starts, and only then records written, so that
 the Q * L * K records of an item and head hold any distribution. The counter of a bucket has a 32-byte sector for
-itself, since adds that return to one sector wait for each other.
+itself, since adds that return to one sector wait for each other; where levels of freak shape have more buckets than
+the grids are sized for, counters share sectors instead of taking more memory.
 """
 
 import triton
 import triton.language as tl
 
 from msda_op.triton.hopper.primitives import count_bits, lowest_bit, match_any
-from msda_op.triton.hopper.samples import load_lane_level, load_sample, place_sample, split_program_id, weigh_pixels
+from msda_op.triton.hopper.samples import (
+    load_extent,
+    load_lane_level,
+    load_sample,
+    place_sample,
+    split_program_id,
+    weigh_pixels,
+)
 
 TILE_H = tl.constexpr(3)
 TILE_W = tl.constexpr(7)
 WINDOW_H = tl.constexpr(4)
 WINDOW_W = tl.constexpr(8)
-COUNTER_STRIDE = tl.constexpr(8)  # int32 from a counter to the next: one 32-byte sector
+SECTOR = tl.constexpr(8)  # int32 of 32 bytes
 WINDOW_FIELDS = tl.constexpr(6)  # numbers of a row of `windows`, see `plan_kernel`
 
 # Samples that an even spread may bring to a bucket: fewer cost more windows to flush, more leave the card without
@@ -59,31 +67,21 @@ def expect_buckets(value_length: int, num_levels: int, num_samples: int) -> int:
     return value_length // _ORDINARY_TILE + num_levels + num_samples // BUCKET_LIMIT
 
 
-@triton.jit
-def level_kernel(
-    spatial_shapes,  # [L, 2] (h, w), int32 or int64
-    level_start_index,  # [L] first row of value, int32 or int64
-    levels,  # [L, 3] (h, w, first row) int32, written
-    L: tl.constexpr,
-):
-    """One program joins the table of levels that all other kernels read."""
-    level = tl.arange(0, 8)
-    exists = level < L
-    row = levels + level * 3
-    tl.store(row, tl.load(spatial_shapes + level * 2, mask=exists, other=0).to(tl.int32), mask=exists)
-    tl.store(row + 1, tl.load(spatial_shapes + level * 2 + 1, mask=exists, other=0).to(tl.int32), mask=exists)
-    tl.store(row + 2, tl.load(level_start_index + level, mask=exists, other=0).to(tl.int32), mask=exists)
+def count_slots(value_length: int, num_levels: int, num_samples: int) -> int:
+    """Returns the int32 that the counters of an item and head are given; arguments as above."""
+    sizes = (value_length, num_levels, num_samples)
+    return max(bound_buckets(*sizes), SECTOR.value * expect_buckets(*sizes))
 
 
 @triton.jit
-def plan_level(levels, level, level_samples, LIMIT: tl.constexpr):
+def plan_level(height, width, level_samples, LIMIT: tl.constexpr):
     """Returns (rows of tiles, tiles in a row, buckets of a tile) of a level.
 
     The tiles hold every upper left pixel of a 2 x 2 block: rows 0 .. h - 2 and columns 0 .. w - 2, and 0 where there
     is no second row or column.
     """
-    rows = tl.maximum(tl.cdiv(tl.load(levels + level * 3) - 1, TILE_H), 1)
-    columns = tl.maximum(tl.cdiv(tl.load(levels + level * 3 + 1) - 1, TILE_W), 1)
+    rows = tl.maximum(tl.cdiv(height - 1, TILE_H), 1)
+    columns = tl.maximum(tl.cdiv(width - 1, TILE_W), 1)
     samples_of_tile = tl.cdiv(level_samples, rows * columns)
     splits = 1
     for _ in range(24):
@@ -98,14 +96,16 @@ def split_bucket_program(programs):
     return (program // programs).to(tl.int64), program % programs
 
 
-@triton.jit(do_not_specialize=["level_samples", "bound", "programs"])
+@triton.jit(do_not_specialize=["level_samples", "bound", "slots", "programs"])
 def plan_kernel(
-    levels,  # [L, 3] (h, w, first row) int32
-    bins,  # [L + 1, 3] int32, written: (tiles in a row, splits - 1, first bucket); the last row ends the last level
+    spatial_shapes,  # [L, 2] (h, w) int32 or int64
+    level_start_index,  # [L] first row of value, int32 or int64
+    bins,  # [L + 1, 3] int32, written: (tiles in a row, splits - 1, first bucket); last row: (spread, 0, buckets)
     windows,  # [bound, WINDOW_FIELDS] int32, written, see below
-    counters,  # [B, M, bound, COUNTER_STRIDE] int32; the first of each is zeroed
+    counters,  # [B, M, slots] int32; one in `spread` of them is the counter of a bucket, and zeroed
     level_samples,  # Q * K, samples of an item and head on one level
     bound,
+    slots,
     programs,  # of a plane
     L: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -120,34 +120,38 @@ def plan_kernel(
     plane, first_block = split_bucket_program(programs)
     total = 0
     for level in tl.static_range(L):
-        rows, columns, splits = plan_level(levels, level, level_samples, LIMIT)
+        height, width = load_extent(spatial_shapes, level)
+        rows, columns, splits = plan_level(height, width, level_samples, LIMIT)
         if tl.program_id(0) == 0:
             tl.store(bins + level * 3, columns)
             tl.store(bins + level * 3 + 1, splits - 1)
             tl.store(bins + level * 3 + 2, total)
         total += rows * columns * splits
-    if tl.program_id(0) == 0:
-        tl.store(bins + L * 3 + 2, total)
     tl.device_assert(total <= bound, "levels must not overlap in value")
-    counters += plane * bound * COUNTER_STRIDE
+    spread = tl.where(total * 2 <= slots, tl.where(total * 4 <= slots, tl.where(total * 8 <= slots, 8, 4), 2), 1)
+    if tl.program_id(0) == 0:
+        tl.store(bins + L * 3, spread)
+        tl.store(bins + L * 3 + 1, 0)
+        tl.store(bins + L * 3 + 2, total)
+    counters += plane * slots
     for block in range(first_block * BLOCK, total, programs * BLOCK):
         bucket = block + tl.arange(0, BLOCK)
-        tl.store(counters + bucket * COUNTER_STRIDE, bucket * 0, mask=bucket < total)
+        tl.store(counters + bucket * spread, bucket * 0, mask=bucket < total)
         if plane == 0:
             first = 0
             for level in tl.static_range(L):
-                rows, columns, splits = plan_level(levels, level, level_samples, LIMIT)
+                height, width = load_extent(spatial_shapes, level)
+                rows, columns, splits = plan_level(height, width, level_samples, LIMIT)
                 end = first + rows * columns * splits
                 tile = (bucket - first) // splits
                 tile_y = tile // columns
                 tile_x = tile % columns
                 top = tile_y * TILE_H
                 left = tile_x * TILE_W
-                height = tl.load(levels + level * 3)
-                width = tl.load(levels + level * 3 + 1)
+                start = tl.load(level_start_index + level).to(tl.int32)
                 mask = (bucket >= first) & (bucket < end)
                 row = windows + bucket * WINDOW_FIELDS
-                tl.store(row, tl.load(levels + level * 3 + 2) + top * width + left, mask=mask)
+                tl.store(row, start + top * width + left, mask=mask)
                 tl.store(row + 1, tl.broadcast_to(width, [BLOCK]), mask=mask)
                 tl.store(row + 2, width - left, mask=mask)
                 tl.store(row + 3, height - top, mask=mask)
@@ -161,6 +165,18 @@ def load_bin(bins, level):
     """Returns the row of `bins` of the lane's level."""
     row = bins + level * 3
     return tl.load(row), tl.load(row + 1), tl.load(row + 2)
+
+
+@triton.jit
+def load_spread(bins, L: tl.constexpr):
+    """Returns the int32 from the counter of a bucket to the next."""
+    return tl.load(bins + L * 3)
+
+
+@triton.jit
+def count_buckets(bins, L: tl.constexpr):
+    """Returns the number of buckets of an item and head."""
+    return tl.load(bins + L * 3 + 2)
 
 
 @triton.jit
@@ -185,16 +201,17 @@ def join_buckets(bucket, joins):
     return lowest_bit(group), count_bits(group & ((1 << lane) - 1)), count_bits(group)
 
 
-@triton.jit(do_not_specialize=["num_queries", "bound"])
+@triton.jit(do_not_specialize=["num_queries", "slots"])
 def count_kernel(
-    levels,  # [L, 3] (h, w, first row) int32
-    bins,  # [L, 3], see plan_kernel
+    spatial_shapes,  # [L, 2] (h, w) int32 or int64
+    level_start_index,  # [L]; not used
+    bins,  # [L + 1, 3], see plan_kernel
     places,  # [B, Q, M, L, K, 2] locations, or [B, Q, L, REFERENCE] reference points, float32
     offsets,  # [B, Q, M, L, K, 2]; None for locations
     weights,  # [B, Q, M, L, K]; not used
-    counters,  # [B, M, bound, COUNTER_STRIDE] int32, zeroed; the first of each counts the samples
+    counters,  # [B, M, slots] int32, see there; they count the samples
     num_queries,
-    bound,
+    slots,
     M: tl.constexpr,
     L: tl.constexpr,
     K: tl.constexpr,
@@ -215,9 +232,12 @@ def count_kernel(
         offsets += 2 * samples
     offset_dtype: tl.constexpr = offsets.dtype.element_ty
     weights += samples
-    counters += (item * M + head) * bound * COUNTER_STRIDE
+    counters += (item * M + head) * slots
+    spread = load_spread(bins, L)
     for sweep in tl.static_range(PASSES):
-        level, point, exists, height, width, _ = load_lane_level(levels, lane, sweep, L, K)
+        level, point, exists, height, width, _ = load_lane_level(
+            spatial_shapes, level_start_index, lane, sweep, L, K
+        )
         level_bin = load_bin(bins, level)
         for iteration in tl.static_range(ITERATIONS):
             query = first_query + (iteration * WARPS + (thread >> 5)) * 2 + (lane >> 4)
@@ -229,29 +249,31 @@ def count_kernel(
             joins = exists & (query < num_queries) & (weight_left + weight_right > 0) & (weight_top + weight_bottom > 0)
             bucket, _, _ = find_bucket(left, top, query, level_bin)
             leader, _, size = join_buckets(bucket, joins)
-            tl.atomic_add(counters + bucket * COUNTER_STRIDE, size, mask=joins & (lane == leader), sem="relaxed")
+            tl.atomic_add(counters + bucket * spread, size, mask=joins & (lane == leader), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["bound"])
+@triton.jit(do_not_specialize=["bound", "slots"])
 def scan_kernel(
     bins,  # [L + 1, 3], see plan_kernel
-    counters,  # [B, M, bound, COUNTER_STRIDE] int32; sizes of the buckets, turned into starts
+    counters,  # [B, M, slots] int32, see there; sizes of the buckets, turned into starts
     starts,  # [B, M, bound + 1] int32, written: the same, which stay while records raise the counters, and the end
     bound,
+    slots,
     L: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Exclusive sums of the bucket sizes of one item and head."""
-    counters += tl.program_id(0).to(tl.int64) * bound * COUNTER_STRIDE
+    counters += tl.program_id(0).to(tl.int64) * slots
     starts += tl.program_id(0).to(tl.int64) * (bound + 1)
-    num_buckets = tl.load(bins + L * 3 + 2)
+    spread = load_spread(bins, L)
+    num_buckets = count_buckets(bins, L)
     total = 0
     for first in range(0, num_buckets, BLOCK):
         bucket = first + tl.arange(0, BLOCK)
         mask = bucket < num_buckets
-        size = tl.load(counters + bucket * COUNTER_STRIDE, mask=mask, other=0)
+        size = tl.load(counters + bucket * spread, mask=mask, other=0)
         start = total + tl.cumsum(size, 0) - size
         tl.store(starts + bucket, start, mask=mask)
-        tl.store(counters + bucket * COUNTER_STRIDE, start, mask=mask)
+        tl.store(counters + bucket * spread, start, mask=mask)
         total += tl.sum(size, 0)
     tl.store(starts + num_buckets, total)

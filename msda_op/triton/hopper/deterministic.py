@@ -13,7 +13,7 @@ sum of each colour, and always in the order of the colours. Nothing is stored be
 import triton
 import triton.language as tl
 
-from msda_op.triton.hopper.buckets import split_bucket_program
+from msda_op.triton.hopper.buckets import count_buckets, split_bucket_program
 
 NUM_COLOURS = 4
 
@@ -56,7 +56,7 @@ def sort_kernel(
     plane, first = split_bucket_program(programs)
     starts += plane * (bound + 1)
     records += plane * capacity
-    for bucket in range(first, tl.load(bins + L * 3 + 2), programs):
+    for bucket in range(first, count_buckets(bins, L), programs):
         start = tl.load(starts + bucket)
         size = tl.load(starts + bucket + 1) - start
         if size > 1:

@@ -171,7 +171,8 @@ def store_sums(output, sums, lane, mask):
 @triton.jit(do_not_specialize=["num_queries", "batch_stride", "head_stride"])
 def forward_kernel(
     value,  # [B, S, M, D] or [B, M, S, D] by its strides; bfloat16, float16 or float32
-    levels,  # [L, 3] (h, w, first row) int32
+    spatial_shapes,  # [L, 2] (h, w) int32 or int64
+    level_start_index,  # [L] first row of value, int32 or int64
     places,  # [B, Q, M, L, K, 2] (x, y) locations, or [B, Q, L, REFERENCE] reference points, float32
     offsets,  # [B, Q, M, L, K, 2] (x, y); None for locations
     weights,  # [B, Q, M, L, K] attention weights, or logits
@@ -211,8 +212,8 @@ def forward_kernel(
     weights += samples
     output += item * num_queries * (M * D) + head * D + channel
 
-    level, point, exists, height, width, start = load_lane_level(levels, lane, 0, L, K)
-    strides = load_row_strides(levels, 0, PIXEL_STRIDE, L, K)
+    level, point, exists, height, width, start = load_lane_level(spatial_shapes, level_start_index, lane, 0, L, K)
+    strides = load_row_strides(spatial_shapes, 0, PIXEL_STRIDE, L, K)
     query = first_query + (thread >> 5) * 2 + (lane >> 4)
     last_query = num_queries - 1
     place, offset, weight = load_sample(
@@ -237,8 +238,10 @@ def forward_kernel(
         # The next sample is on its way while this one is summed.
         if PASSES > 1:
             sweep = (step + 1) % PASSES
-            level, point, exists, height, width, start = load_lane_level(levels, lane, sweep, L, K)
-            strides = load_row_strides(levels, sweep, PIXEL_STRIDE, L, K)
+            level, point, exists, height, width, start = load_lane_level(
+                spatial_shapes, level_start_index, lane, sweep, L, K
+            )
+            strides = load_row_strides(spatial_shapes, sweep, PIXEL_STRIDE, L, K)
             query = tl.where(sweep == 0, query + 2 * WARPS, query)
         else:
             query += 2 * WARPS

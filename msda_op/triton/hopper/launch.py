@@ -29,7 +29,8 @@ class Call(NamedTuple):
 
     Args:
         value: `[B, S, M, D]`, or `[B, M, S, D]` for layout "BNLC".
-        levels: `[L, 3]` int32 (h, w, first row), on the device.
+        spatial_shapes: `[L, 2]` (h, w) int32 or int64, on the device.
+        level_start_index: `[L]` first row of each level in value, likewise.
         places: sampling locations `[B, Q, M, L, K, 2]`, or reference points `[B, Q, L, 2 or 4]`; float32.
         offsets: `[B, Q, M, L, K, 2]`, only with reference points.
         weights: `[B, Q, M, L, K]`, attention weights, or logits with reference points.
@@ -38,7 +39,8 @@ class Call(NamedTuple):
     """
 
     value: Tensor
-    levels: Tensor
+    spatial_shapes: Tensor
+    level_start_index: Tensor
     places: Tensor
     offsets: Tensor | None
     weights: Tensor
@@ -46,11 +48,16 @@ class Call(NamedTuple):
     value_layout: str
 
     @property
+    def tables(self) -> dict[str, Tensor]:
+        """Sizes and first rows of the levels."""
+        return {"spatial_shapes": self.spatial_shapes, "level_start_index": self.level_start_index}
+
+    @property
     def samples(self) -> dict[str, Any]:
         """What all kernels take that read samples."""
         sizes = self.sizes
         return {
-            "levels": self.levels,
+            **self.tables,
             "places": self.places,
             "offsets": self.offsets,
             "weights": self.weights,
@@ -131,12 +138,9 @@ def prepare_call(
 ) -> Call:
     """Returns the call with contiguous, aligned tensors; `tables` are spatial_shapes and level_start_index."""
     sizes = read_sizes(value, weights, value_layout)
-    levels = value.new_empty(sizes.num_levels, 3, dtype=torch.int32)
     shapes, starts = (table.contiguous() for table in tables)
-    arguments = {"spatial_shapes": shapes, "level_start_index": starts, "levels": levels, "L": sizes.num_levels}
-    Launch(plan.level_kernel, 1, arguments, num_warps=1).run(value)
     offsets = None if offsets is None else _align(offsets)
-    return Call(_align(value), levels, _align(places), offsets, _align(weights), sizes, value_layout)
+    return Call(_align(value), shapes, starts, _align(places), offsets, _align(weights), sizes, value_layout)
 
 
 def _align(tensor: Tensor) -> Tensor:
@@ -208,8 +212,10 @@ def run_backward(
         grad_value = _zeros(call) if grad_value is None else grad_value
         main_launch(call, grad_output, wanted, grad_value, None, None).run(call.value)
         return grad_value
-    buckets = _write_records(call, grad_output, wanted)
-    grad_value = _zeros(call) if grad_value is None else grad_value  # in the memory of the counters
+    fresh = torch.empty_like(call.value, dtype=torch.float32) if grad_value is None else None
+    buckets = _write_records(call, grad_output, wanted, fresh)
+    grad_value = fresh if grad_value is None else grad_value
+    assert grad_value is not None
     if deterministic:
         sort_launch(call, buckets).run(call.value)
     for colour in range(NUM_COLOURS) if deterministic else (None,):
@@ -221,48 +227,49 @@ def _zeros(call: Call) -> Tensor:
     return torch.zeros_like(call.value, dtype=torch.float32)
 
 
-def _write_records(call: Call, grad_output: Tensor, wanted: Wanted) -> Buckets:
-    """Plans the buckets, counts their samples, and fills them and the gradients of `wanted`."""
+def _write_records(call: Call, grad_output: Tensor, wanted: Wanted, zeroed: Tensor | None) -> Buckets:
+    """Plans the buckets, counts their samples, and fills them, the gradients of `wanted`, and `zeroed` with zeros."""
     buckets, counters = allocate_buckets(call)
     for launch in plan_launches(call, buckets, counters):
         launch.run(call.value)
-    main_launch(call, grad_output, wanted, None, buckets, counters).run(call.value)
+    main_launch(call, grad_output, wanted, zeroed, buckets, counters).run(call.value)
     return buckets
 
 
 def allocate_buckets(call: Call) -> tuple[Buckets, Tensor]:
     """Returns the tables and buffers of the records of a call, not yet filled, and its counters.
 
-    Counters are `[B, M, bound, COUNTER_STRIDE]` int32: 9 MiB for an encoder at 800x1333 in a batch of 4, of which the
-    kernels touch a fifth; nothing needs them once the records are written.
+    Counters are `[B, M, slots]` int32; nothing needs them once the records are written.
     """
     sizes = call.sizes
     num_samples = sizes.num_queries * sizes.num_levels * sizes.num_points
-    bound = plan.bound_buckets(sizes.value_length, sizes.num_levels, num_samples)
+    extent = (sizes.value_length, sizes.num_levels, num_samples)
+    bound = plan.bound_buckets(*extent)
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=call.value.device)
 
     buckets = Buckets(
         bound,
-        plan.expect_buckets(sizes.value_length, sizes.num_levels, num_samples),
+        plan.expect_buckets(*extent),
         bins=empty(sizes.num_levels + 1, 3),
         windows=empty(bound, plan.WINDOW_FIELDS.value),
         starts=empty(call.planes, bound + 1),
         records=empty(call.planes, num_samples, 4 if call.value.dtype == torch.float32 else 2),
     )
-    return buckets, empty(call.planes, bound, plan.COUNTER_STRIDE.value)
+    return buckets, empty(call.planes, plan.count_slots(*extent))
 
 
 def plan_launches(call: Call, buckets: Buckets, counters: Tensor) -> tuple[Launch, ...]:
     """Returns the launches that fill the tables, count the samples of each bucket, and sum the counts up."""
     sizes = call.sizes
-    tables = {"bins": buckets.bins, "counters": counters, "bound": buckets.bound}
+    tables = {"bins": buckets.bins, "counters": counters, "slots": counters.shape[1]}
     programs = triton.cdiv(buckets.programs, _PLAN_BLOCK)
     plan_arguments = {
         **tables,
-        "levels": call.levels,
+        **call.tables,
         "windows": buckets.windows,
+        "bound": buckets.bound,
         "level_samples": sizes.num_queries * sizes.num_points,
         "programs": programs,
         "L": sizes.num_levels,
@@ -271,7 +278,13 @@ def plan_launches(call: Call, buckets: Buckets, counters: Tensor) -> tuple[Launc
     }
     shape = call.launch_shape("backward")
     count_arguments = {**tables, **call.samples, "WARPS": shape.warps, "ITERATIONS": shape.iterations}
-    scan_arguments = {**tables, "starts": buckets.starts, "L": sizes.num_levels, "BLOCK": _SCAN_BLOCK}
+    scan_arguments = {
+        **tables,
+        "starts": buckets.starts,
+        "bound": buckets.bound,
+        "L": sizes.num_levels,
+        "BLOCK": _SCAN_BLOCK,
+    }
     return (
         Launch(plan.plan_kernel, call.planes * programs, plan_arguments, num_warps=2),
         Launch(plan.count_kernel, call.count_programs(shape), count_arguments, shape.warps),
@@ -287,7 +300,10 @@ def main_launch(
     buckets: Buckets | None,
     counters: Tensor | None,
 ) -> Launch:
-    """Returns the launch that fills `wanted`, and adds to `grad_value` or, given buckets, writes records."""
+    """Returns the launch that fills `wanted`, and adds to `grad_value` or, given buckets, writes records.
+
+    Given buckets, `grad_value` is filled with zeros.
+    """
     shape = call.launch_shape("backward")
     arguments = {
         "value": call.value,
@@ -299,7 +315,7 @@ def main_launch(
         "grad_weights": wanted.weights,
         "counters": counters,
         "records": None if buckets is None else buckets.records,
-        "num_buckets": 0 if buckets is None else buckets.bound,
+        "slots": 0 if counters is None else counters.shape[1],
         "D": call.sizes.head_dim,
         "SCATTER": "records" if buckets is not None else "none" if grad_value is None else "atomics",
         "WARPS": shape.warps,

@@ -148,7 +148,9 @@ def fused_backward(
     grad_value = None if grad_value is None else grad_value.to(value.dtype)
     grad_references, grad_offsets = None, wanted.offsets
     if wanted.locations is not None:
-        grad_references, grad_offsets = _differentiate_locations(wanted.locations, call.places, offsets, call.levels)
+        grad_references, grad_offsets = _differentiate_locations(
+            wanted.locations, call.places, offsets, call.spatial_shapes
+        )
         grad_references = grad_references.to(reference_points.dtype)
         if not compute_grad_sampling_offsets:
             grad_offsets = None
@@ -156,7 +158,7 @@ def fused_backward(
 
 
 def _differentiate_locations(
-    grad_locations: Tensor, reference_points: Tensor, sampling_offsets: Tensor, levels: Tensor
+    grad_locations: Tensor, reference_points: Tensor, sampling_offsets: Tensor, spatial_shapes: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of reference points (float32) and offsets from that of the locations they make.
 
@@ -164,7 +166,7 @@ def _differentiate_locations(
     """
     grad_centres = grad_locations.sum(dim=(2, 4))
     if reference_points.shape[-1] == 2:
-        sizes_wh = levels[:, :2].flip(-1)
+        sizes_wh = spatial_shapes.flip(-1)
         grad_offsets = grad_locations / sizes_wh[:, None, :]
         return grad_centres, grad_offsets.to(sampling_offsets.dtype)
     scale = 0.5 / sampling_offsets.shape[4]

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from msda_op.triton.hopper.backward import RECORD_SCALE
-from msda_op.triton.hopper.buckets import WINDOW_FIELDS
+from msda_op.triton.hopper.buckets import WINDOW_FIELDS, count_buckets
 from msda_op.triton.hopper.primitives import (
     add_floats4,
     load_words4,
@@ -261,7 +261,7 @@ def reduce_kernel(
     records += plane * capacity * RECORD_WORDS
     grad_output += item * num_queries * (M * D) + head * D + channel
     target += item * batch_stride + head * head_stride + channel
-    for bucket in range(program % programs, tl.load(bins + L * 3 + 2), programs):
+    for bucket in range(program % programs, count_buckets(bins, L), programs):
         window_row = windows + bucket * WINDOW_FIELDS
         count = 1
         if COLOURED:

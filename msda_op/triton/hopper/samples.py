@@ -36,7 +36,14 @@ def split_program_id(num_queries, HEADS: tl.constexpr, QUERIES: tl.constexpr):
 
 
 @triton.jit
-def load_lane_level(levels, lane, sweep, L: tl.constexpr, K: tl.constexpr):
+def load_extent(spatial_shapes, level):
+    """Returns (h, w) of a level as int32."""
+    row = spatial_shapes + level * 2
+    return tl.load(row).to(tl.int32), tl.load(row + 1).to(tl.int32)
+
+
+@triton.jit
+def load_lane_level(spatial_shapes, level_start_index, lane, sweep, L: tl.constexpr, K: tl.constexpr):
     """Returns (level, point, whether it exists, h, w, first row of the level) of the lane's sample in pass `sweep`."""
     QUADS: tl.constexpr = (K + 3) // 4
     quad = sweep * 4 + ((lane >> 2) & 3)
@@ -44,32 +51,26 @@ def load_lane_level(levels, lane, sweep, L: tl.constexpr, K: tl.constexpr):
     point = quad % QUADS * 4 + (lane & 3)
     exists = (level < L) & (point < K)
     level = tl.minimum(level, L - 1)
-    row = levels + level * 3
-    return (
-        level,
-        tl.minimum(point, K - 1),
-        exists,
-        tl.load(row).to(tl.float32),
-        tl.load(row + 1).to(tl.float32),
-        tl.load(row + 2),
-    )
+    height, width = load_extent(spatial_shapes, level)
+    start = tl.load(level_start_index + level).to(tl.int32)
+    return level, tl.minimum(point, K - 1), exists, height.to(tl.float32), width.to(tl.float32), start
 
 
 @triton.jit
-def load_row_stride(levels, quad, PIXEL_STRIDE: tl.constexpr, L: tl.constexpr, K: tl.constexpr):
+def load_row_stride(spatial_shapes, quad, PIXEL_STRIDE: tl.constexpr, L: tl.constexpr, K: tl.constexpr):
     """Returns the elements from the upper to the lower row of blocks of a quad; 0 in a level of one row."""
-    row = levels + tl.minimum(quad // ((K + 3) // 4), L - 1) * 3
-    return tl.where(tl.load(row) > 1, tl.load(row + 1) * PIXEL_STRIDE, 0)
+    height, width = load_extent(spatial_shapes, tl.minimum(quad // ((K + 3) // 4), L - 1))
+    return tl.where(height > 1, width * PIXEL_STRIDE, 0)
 
 
 @triton.jit
-def load_row_strides(levels, sweep, PIXEL_STRIDE: tl.constexpr, L: tl.constexpr, K: tl.constexpr):
+def load_row_strides(spatial_shapes, sweep, PIXEL_STRIDE: tl.constexpr, L: tl.constexpr, K: tl.constexpr):
     """Returns `load_row_stride` of the four quads of pass `sweep`."""
     return (
-        load_row_stride(levels, sweep * 4, PIXEL_STRIDE, L, K),
-        load_row_stride(levels, sweep * 4 + 1, PIXEL_STRIDE, L, K),
-        load_row_stride(levels, sweep * 4 + 2, PIXEL_STRIDE, L, K),
-        load_row_stride(levels, sweep * 4 + 3, PIXEL_STRIDE, L, K),
+        load_row_stride(spatial_shapes, sweep * 4, PIXEL_STRIDE, L, K),
+        load_row_stride(spatial_shapes, sweep * 4 + 1, PIXEL_STRIDE, L, K),
+        load_row_stride(spatial_shapes, sweep * 4 + 2, PIXEL_STRIDE, L, K),
+        load_row_stride(spatial_shapes, sweep * 4 + 3, PIXEL_STRIDE, L, K),
     )
 
 

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from msda_op.triton.hopper.backward import backward_kernel
-from msda_op.triton.hopper.buckets import count_kernel, level_kernel, plan_kernel, scan_kernel
+from msda_op.triton.hopper.buckets import count_kernel, plan_kernel, scan_kernel
 from msda_op.triton.hopper.deterministic import sort_kernel
 from msda_op.triton.hopper.forward import forward_kernel
 from msda_op.triton.hopper.reduce import reduce_kernel
@@ -27,10 +27,11 @@ report = {}
 
 
 def compile_kernel(name, kernel, types, warps=1, registers=None, **constants):
-    integers = ("num_queries", "batch_stride", "head_stride", "num_buckets", "capacity")
+    integers = ("num_queries", "batch_stride", "head_stride", "slots", "capacity")
     integers += ("bound", "programs", "colour", "level_samples")
-    tables = ("levels", "bins", "windows", "counters", "starts", "records")
+    tables = ("bins", "windows", "counters", "starts", "records")
     types = dict.fromkeys(integers, "i32") | dict.fromkeys(tables, "*i32") | {"places": "*fp32"} | types
+    types = dict.fromkeys(("spatial_shapes", "level_start_index"), "*i64") | types
     signature = {name: types.get(name) or "constexpr" for name in kernel.arg_names}
     constants = {name: constants.get(name) for name in kernel.arg_names if signature[name] == "constexpr"}
     aligned = {
@@ -63,6 +64,7 @@ calls += [("fp32", 0, "few"), ("fp32", 0, "many"), ("fp32", 2, "many")]
 for dtype, reference, regime in calls:
     types = dict.fromkeys(("value", "weights", "output", "grad_output", "grad_weights"), "*" + dtype)
     types |= {"offsets": "*" + dtype, "grad_offsets": "*" + dtype} if reference else {"grad_locations": "*fp32"}
+    types["grad_value"] = "*fp32"
     label = f"{dtype} {reference} {regime}"
     shape = LAUNCH_SHAPES[90, "forward", regime]
     launch = dict(WARPS=shape.warps, ITERATIONS=shape.iterations, REFERENCE=reference, **sizes)
@@ -74,7 +76,7 @@ for dtype, reference, regime in calls:
         compile_kernel("count " + label, count_kernel, types, shape.warps, **launch)
     else:
         scatter = "atomics"
-        types |= dict.fromkeys(("bins", "counters", "records")) | {"grad_value": "*fp32"}
+        types |= dict.fromkeys(("bins", "counters", "records"))
     name = f"{scatter} {label}"
     registers = None if dtype == "fp32" else shape.registers
     compile_kernel(name, backward_kernel, types, shape.warps, registers, SCATTER=scatter, **launch)
@@ -82,7 +84,6 @@ for dtype in ("bf16", "fp16", "fp32"):
     types = {"grad_output": "*" + dtype, "target": "*fp32"}
     for coloured in (True, False):
         compile_kernel(f"reduce {dtype} {coloured}", reduce_kernel, types, COLOURED=coloured, **sizes)
-compile_kernel("level", level_kernel, {"spatial_shapes": "*i64", "level_start_index": "*i64"}, **sizes)
 compile_kernel("plan", plan_kernel, {}, 2, LIMIT=768, BLOCK=64, **sizes)
 compile_kernel("scan", scan_kernel, {}, 4, BLOCK=1024, **sizes)
 compile_kernel("sort", sort_kernel, {"records": "*i64"}, BLOCK=512, **sizes)
@@ -106,7 +107,7 @@ def count(kernel: dict, prefix: str) -> int:
 
 
 def test_nothing_spills(report: dict[str, dict]) -> None:
-    assert len(report) == 41
+    assert len(report) == 40
     assert {name: kernel["stack"] for name, kernel in report.items() if kernel["stack"]} == {}
     assert not any(count(kernel, "STL") + count(kernel, "LDL") for kernel in report.values())
 

@@ -106,6 +106,18 @@ def test_thin_levels_read_no_pixel_beyond_value() -> None:
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
+def test_tables_of_int32_and_int64_are_the_same() -> None:
+    inputs = make_inputs(CASES[2], torch.bfloat16, DEVICE, seed=0)
+    tables = [torch.tensor(numbers, device=DEVICE) for numbers in (_FOUR, (0, 54, 69, 77))]
+    samples = (inputs.sampling_locations, inputs.attention_weights)
+    results = []
+    for shapes, starts in (tables, [table.int() for table in tables]):
+        rest = (inputs.value, shapes, *samples)
+        gradients = hopper.backward(inputs.grad_output, *rest, level_start_index=starts, deterministic=True)
+        results.append((hopper.forward(*rest, level_start_index=starts), *gradients))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize(("case", "way"), [(CASES[0], WAYS[0]), (CASES[0], WAYS[1]), (CASES[1], WAYS[2])], ids=str)
 def test_float16(case: Case, way: dict) -> None:
     results = compare_hopper(make_inputs(case, torch.float16, DEVICE, seed=0), **way)
