@@ -235,9 +235,7 @@ def count_kernel(
     counters += (item * M + head) * slots
     spread = load_spread(bins, L)
     for sweep in tl.static_range(PASSES):
-        level, point, exists, height, width, _ = load_lane_level(
-            spatial_shapes, level_start_index, lane, sweep, L, K
-        )
+        level, point, exists, height, width, _ = load_lane_level(spatial_shapes, level_start_index, lane, sweep, L, K)
         level_bin = load_bin(bins, level)
         for iteration in tl.static_range(ITERATIONS):
             query = first_query + (iteration * WARPS + (thread >> 5)) * 2 + (lane >> 4)

@@ -145,7 +145,8 @@ def test_records_give_back_every_sample_in_the_image_once(
     launch.main_launch(call, inputs.grad_output, nothing, None, filled, counters).run(value)
     total = int(filled.bins[-1, 2])
     spread = int(filled.bins[-1, 0])
-    assert torch.equal(filled.starts[:, 1 : total + 1], counters[:, : total * spread : spread])  # no gap, none runs into the next
+    # No gap, and none runs into the next.
+    assert torch.equal(filled.starts[:, 1 : total + 1], counters[:, : total * spread : spread])
     for plane in range(case.batch * case.num_heads):
         found = read_records(filled, plane, table)
         expected = expected_samples(inputs, *divmod(plane, case.num_heads))
