@@ -1,6 +1,6 @@
-"""Compiles what the launch module launches, for any NVIDIA architecture, on a machine without a GPU.
+"""Compiles what the package launches, for any NVIDIA architecture, on a machine without a GPU.
 
-Kernels are not listed here. Each call of `parity.shipped_calls` runs the launch module itself on tensors without memory
+Kernels are not listed here. Each call of `parity.shipped_calls` runs what launches kernels on tensors without memory
 while `record_launches` has Triton compile instead of launch: tiles, warps, dtypes and alignments are the shipped ones.
 """
 
@@ -24,7 +24,7 @@ from parity.assembly import KernelReport, disassemble, report_kernel
 from parity.shipped_calls import ShippedCall, shipped_calls
 
 ARCHITECTURES = (80, 86, 89, 90, 100)
-_PACKAGE = "msda_op.triton."
+_PACKAGES = ("msda_op.triton.", "models.layers.")
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,9 @@ def compile_shipped(architectures: Sequence[int], pattern: str, jobs: int) -> li
 
 
 def entry_kernels() -> set[str]:
-    """Returns all kernels of the modules that the launch module has imported: jit functions that no other one calls."""
+    """Returns all kernels of the modules imported by now: jit functions that no other one calls."""
     functions: dict[str, JITFunction] = {}
-    for name in [name for name in sys.modules if name.startswith(_PACKAGE)]:
+    for name in [name for name in sys.modules if name.startswith(_PACKAGES)]:
         members = vars(sys.modules[name]).values()
         functions |= {_qualified_name(member): member for member in members if isinstance(member, JITFunction)}
     called = {name for function in functions.values() for name in function.fn.__code__.co_names}
@@ -133,8 +133,10 @@ def entry_kernels() -> set[str]:
 
 
 def _qualified_name(kernel: JITFunction) -> str:
-    """Returns for example "forward.forward_kernel": the module inside `msda_op.triton`, and the function."""
-    return f"{kernel.fn.__module__.removeprefix(_PACKAGE)}.{kernel.__name__}"
+    """Returns for example "forward.forward_kernel": the module inside its package, and the function."""
+    module = kernel.fn.__module__
+    package = next((package for package in _PACKAGES if module.startswith(package)), "")
+    return f"{module.removeprefix(package)}.{kernel.__name__}"
 
 
 def _compile_for(architecture: int, pattern: str) -> list[KernelReport]:

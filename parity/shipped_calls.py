@@ -1,4 +1,4 @@
-"""Every way in which users reach the kernels, as calls of the launch module on tensors without memory.
+"""Every way in which users reach the kernels, as calls of what launches them on tensors without memory.
 
 A new path gets a call here; a kernel that no call reaches fails `tests/parity/test_compilation.py`.
 """
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.layers.fused_norm import residual_norm
 from msda_op.options import DEFAULT_OPTIONS, Options
 from msda_op.triton import launch
 from msda_op.triton.launch import Inputs, Needs, Targets
@@ -37,10 +38,10 @@ class ShippedCall:
 
     Args:
         name: words for a report.
-        head_dim: D.
+        head_dim: D; of the norm, the channels of a row.
         judged: whether problems of the machine code count; not where a caller asks for half atomics, which the
             documentation warns of.
-        run: calls the launch module.
+        run: calls what launches the kernels.
         architecture: the only compute capability that has this path; None where all have it.
     """
 
@@ -77,6 +78,7 @@ def shipped_calls() -> list[ShippedCall]:
     calls += _pass_calls("encoder bf16 fused boxes", PRESETS["encoder"], torch.bfloat16, 4, [_REFINING])
     calls += _accumulation_calls(PRESETS["encoder"])
     calls += _hopper_calls()
+    calls += _norm_calls()
     return calls
 
 
@@ -134,14 +136,36 @@ def _hopper_calls() -> Iterator[ShippedCall]:
     """Yields what only the fast kernels of sm_90 tell apart: common calls reach them by themselves there."""
     for name, layout in product(("encoder", "decoder"), (DEFAULT_OPTIONS, _HEAD_MAJOR)):
         label = f"hopper {name} bf16 {layout.value_layout}"
-        yield from _ways_of_hopper(label, PRESETS[name], 2, layout)
-    yield from _ways_of_hopper("hopper wide heads bf16", _WIDE_HEADS, 0, DEFAULT_OPTIONS)
-    yield from _ways_of_hopper("hopper most samples bf16", _MOST_SAMPLES, 0, DEFAULT_OPTIONS)
+        yield from _ways_of_hopper(label, PRESETS[name], torch.bfloat16, 2, layout)
+    for dtype_name in ("bf16", "fp32"):
+        for preset in (_WIDE_HEADS, _MOST_SAMPLES):
+            name = f"hopper {preset.name} {dtype_name}"
+            yield from _ways_of_hopper(name, preset, DTYPES[dtype_name], 0, DEFAULT_OPTIONS)
 
 
-def _ways_of_hopper(name: str, preset: Preset, num_coordinates: int, options: Options) -> Iterator[ShippedCall]:
+def _norm_calls() -> Iterator[ShippedCall]:
+    """Yields the norm after a layer with its backward pass, in training and with nothing dropped."""
+    rows, channels = _BATCH * PRESETS["encoder"].num_queries, 256
+    for dtype_name in ("bf16", "fp32"):
+        dtype = DTYPES[dtype_name]
+        inputs = [_empty(rows, channels, dtype=dtype).requires_grad_() for _ in range(2)]
+        inputs += [_empty(channels, dtype=torch.float32).requires_grad_() for _ in range(2)]
+        for seed in (None, _empty(1, dtype=torch.int64)):
+            run = partial(_run_norm, inputs, seed, dtype)
+            words = "without dropout" if seed is None else "with dropout"
+            yield ShippedCall(f"norm {dtype_name} {words}", channels, True, run)
+
+
+def _run_norm(inputs: list[Tensor], seed: Tensor | None, dtype: torch.dtype) -> None:
+    output = residual_norm(*inputs, seed, 0.1 if seed is not None else 0.0, 1e-5, dtype)
+    torch.autograd.grad(output, inputs, torch.empty_like(output))
+
+
+def _ways_of_hopper(
+    name: str, preset: Preset, dtype: torch.dtype, num_coordinates: int, options: Options
+) -> Iterator[ShippedCall]:
     """Yields a forward pass, and backward passes with a frozen value and in a fixed order beside the common one."""
-    grad_output, inputs = unallocated_inputs(preset, torch.bfloat16, num_coordinates, options)
+    grad_output, inputs = unallocated_inputs(preset, dtype, num_coordinates, options)
     backward = partial(launch.backward, grad_output, inputs, options, True)
     runs: dict[str, Callable[[], Any]] = {
         "forward": partial(launch.forward, inputs, options),

@@ -62,6 +62,8 @@ def choose_kernels(
         refusal = "the Hopper kernels add in float32 alone, and half precision is asked for"
     if refusal is None and num_buffers > 1:
         refusal = f"the Hopper kernels add to one buffer, and {num_buffers} are given"
+    if refusal is None and deterministic and dtype == torch.float32:
+        refusal = "the Hopper kernels cannot sort records of float32, and sums in a fixed order are asked for"
     if refusal is None:
         num_samples = sizes.batch * sizes.num_queries * sizes.num_heads * sizes.num_levels * sizes.num_points
         if deterministic:

@@ -114,11 +114,12 @@ def test_compiled_once_for_all_numbers_of_queries(backend: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [5, 32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_inductor_compiles_the_kernels_whole(dtype: torch.dtype) -> None:
-    """The numbers of both plans on a Hopper GPU: its kernels take value in bfloat16."""
+def test_inductor_compiles_the_kernels_whole(dtype: torch.dtype, head_dim: int) -> None:
+    """The numbers of both plans on a Hopper GPU: its kernels take heads of 32 channels."""
     torch._dynamo.reset()
-    value, *others = traced_inputs(6, head_dim=32)
+    value, *others = traced_inputs(6, head_dim=head_dim)
     inputs = (value.detach().to(dtype).requires_grad_(), *others)
     try:
         assert_same_function(torch.compile(Attention("triton"), fullgraph=True), Attention("triton"), inputs)
@@ -128,6 +129,8 @@ def test_inductor_compiles_the_kernels_whole(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 def test_exported_with_a_free_number_of_queries(backend: str) -> None:
+    if backend == "reference" and torch.__version__ < (2, 12):
+        pytest.skip("PyTorch 2.11 takes the guards of grid_sample for a fixed number of queries")
     queries = torch.export.Dim("queries", min=2, max=1000)
     axes = ({}, {1: queries}, {1: queries}, {1: queries})
     with torch.no_grad():

@@ -37,7 +37,7 @@ def recorded() -> dict:
 def test_every_kernel_is_reached_by_a_shipped_call(recorded: dict) -> None:
     reached = {kernel for launches in recorded["reached"].values() for kernel, *_ in launches}
     assert reached == set(recorded["kernels"])
-    assert {"forward.forward_kernel", "backward.backward_kernel"} <= reached
+    assert {"forward.forward_kernel", "backward.backward_kernel", "fused_norm_kernels.backward_kernel"} <= reached
 
 
 def test_a_path_without_a_call_would_be_seen(recorded: dict) -> None:

@@ -5,7 +5,7 @@ import torch
 from msda_op.options import Options, Sizes
 
 CAPABILITY = (9, 0)
-DTYPES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (32, 64)
 MAX_LEVELS = 8
 MAX_POINTS = 16
@@ -35,7 +35,7 @@ def supports(
     quads = sizes.num_levels * -(-sizes.num_points // 4)
     limits = (
         (capability == CAPABILITY, f"a GPU of compute capability 9.0, got {capability}"),
-        (dtype in DTYPES, f"value in bfloat16 or float16, got {dtype}"),
+        (dtype in DTYPES, f"value in bfloat16, float16 or float32, got {dtype}"),
         (sizes.head_dim in HEAD_DIMS, f"D of {HEAD_DIMS}, got {sizes.head_dim}"),
         (options.padding_mode == "zeros", f"padding_mode 'zeros', got {options.padding_mode!r}"),
         (not options.align_corners, "align_corners False, got True"),

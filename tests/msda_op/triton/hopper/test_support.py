@@ -18,6 +18,7 @@ def ask(dtype=torch.bfloat16, options=DEFAULT_OPTIONS, fused=False, capability=(
     [
         {},
         {"dtype": torch.float16, "head_dim": 64},
+        {"dtype": torch.float32},
         {"options": Options(value_layout="BNLC")},
         {"num_levels": 8, "num_points": 16},
         {"fused": True},
