@@ -148,17 +148,18 @@ def _norm_calls() -> Iterator[ShippedCall]:
     rows, channels = _BATCH * PRESETS["encoder"].num_queries, 256
     for dtype_name in ("bf16", "fp32"):
         dtype = DTYPES[dtype_name]
-        inputs = [_empty(rows, channels, dtype=dtype).requires_grad_() for _ in range(2)]
-        inputs += [_empty(channels, dtype=torch.float32).requires_grad_() for _ in range(2)]
+        residual, branch = (_empty(rows, channels, dtype=dtype).requires_grad_() for _ in range(2))
+        weight, bias = (_empty(channels, dtype=torch.float32).requires_grad_() for _ in range(2))
         for seed in (None, _empty(1, dtype=torch.int64)):
-            run = partial(_run_norm, inputs, seed, dtype)
+            run = partial(_run_norm, residual, branch, weight, bias, seed)
             words = "without dropout" if seed is None else "with dropout"
             yield ShippedCall(f"norm {dtype_name} {words}", channels, True, run)
 
 
-def _run_norm(inputs: list[Tensor], seed: Tensor | None, dtype: torch.dtype) -> None:
-    output = residual_norm(*inputs, seed, 0.1 if seed is not None else 0.0, 1e-5, dtype)
-    torch.autograd.grad(output, inputs, torch.empty_like(output))
+def _run_norm(residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, seed: Tensor | None) -> None:
+    probability = 0.0 if seed is None else 0.1
+    output = residual_norm(residual, branch, weight, bias, seed, probability, 1e-5, residual.dtype)
+    torch.autograd.grad(output, (residual, branch, weight, bias), torch.empty_like(output))
 
 
 def _ways_of_hopper(
