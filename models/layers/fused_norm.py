@@ -15,6 +15,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from models.layers.fused_norm_kernels import backward_kernel, forward_kernel
+from msda_op.triton.kernel_launch import Launch
 
 # Elements of a block of rows, 16 a lane; and programs that share the rows in the backward pass.
 _BLOCK_ELEMENTS = 2048
@@ -73,10 +74,19 @@ def _run_forward(
     mean, inverse_deviation = (residual.new_empty(num_rows, dtype=torch.float32) for _ in range(2))
     if num_rows > 0:
         sizes = _sizes(residual, seed, probability)
-        grid = (triton.cdiv(num_rows, sizes["BLOCK_R"]),)
-        _launch(forward_kernel, grid, residual)(
-            residual, branch, weight, bias, seed, output, mean, inverse_deviation, eps=eps, **sizes
-        )
+        arguments = {
+            "residual": residual,
+            "branch": branch,
+            "weight": weight,
+            "bias": bias,
+            "seed": seed,
+            "output": output,
+            "mean": mean,
+            "inverse_deviation": inverse_deviation,
+            "eps": eps,
+            **sizes,
+        }
+        Launch(forward_kernel, triton.cdiv(num_rows, sizes["BLOCK_R"]), arguments, _NUM_WARPS).run(residual)
     return output, mean, inverse_deviation
 
 
@@ -96,19 +106,20 @@ def _run_backward(
     sizes = _sizes(residual, seed, probability)
     num_programs = max(1, min(_MAX_PROGRAMS, triton.cdiv(sizes["num_rows"], sizes["BLOCK_R"])))
     partial_sums = weight.new_empty((num_programs, 2, residual.shape[-1]), dtype=torch.float32)
-    _launch(backward_kernel, (num_programs,), residual)(
-        grad_output,
-        residual,
-        branch,
-        weight,
-        seed,
-        mean,
-        inverse_deviation,
-        grad_residual,
-        grad_branch,
-        partial_sums,
+    arguments = {
+        "grad_output": grad_output,
+        "residual": residual,
+        "branch": branch,
+        "weight": weight,
+        "seed": seed,
+        "mean": mean,
+        "inverse_deviation": inverse_deviation,
+        "grad_residual": grad_residual,
+        "grad_branch": grad_branch,
+        "partial_sums": partial_sums,
         **sizes,
-    )
+    }
+    Launch(backward_kernel, num_programs, arguments, _NUM_WARPS).run(residual)
     return grad_residual, grad_branch, partial_sums.sum(0).to(weight.dtype)
 
 
@@ -122,19 +133,7 @@ def _sizes(residual: Tensor, seed: Tensor | None, probability: float) -> dict[st
         "DROPS": seed is not None,
         "BLOCK_R": max(1, _BLOCK_ELEMENTS // block_c),
         "BLOCK_C": block_c,
-        "num_warps": _NUM_WARPS,
     }
-
-
-def _launch(kernel: Any, grid: tuple[int], device_of: Tensor) -> Callable[..., None]:
-    # PyTorch sees through a wrapped kernel when it traces; the interpreter has nothing to wrap.
-    wrapped = kernel if triton.knobs.runtime.interpret else torch.library.wrap_triton(kernel)
-
-    def run(*args: Any, **kwargs: Any) -> None:
-        with torch.cuda.device_of(device_of):
-            wrapped[grid](*args, **kwargs)
-
-    return run
 
 
 class _ResidualNorm(Function):
