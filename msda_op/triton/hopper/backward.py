@@ -15,7 +15,7 @@ The gradient of value goes one of two ways, SCATTER:
 import triton
 import triton.language as tl
 
-from msda_op.triton.hopper.buckets import TILE_H, TILE_W, find_bucket, join_buckets, load_bin, load_spread
+from msda_op.triton.hopper.buckets import SECTOR, TILE_H, TILE_W, find_bucket, find_counter, join_buckets, load_bin
 from msda_op.triton.hopper.dots import dot_query
 from msda_op.triton.hopper.primitives import (
     add_floats4,
@@ -152,7 +152,7 @@ def zero_rows(grad_value, tile, tiles, value_length, thread, D: tl.constexpr, PI
         store_words4(target, zero, zero, zero, zero, (place < share) & (row < value_length))
 
 
-@triton.jit(do_not_specialize=["num_queries", "batch_stride", "head_stride", "slots"])
+@triton.jit(do_not_specialize=["num_queries", "batch_stride", "head_stride", "sector_bits"])
 def backward_kernel(
     value,  # [B, S, M, D] or [B, M, S, D] by its strides; bfloat16, float16 or float32
     spatial_shapes,  # [L, 2] (h, w) int32 or int64
@@ -166,12 +166,12 @@ def backward_kernel(
     grad_locations,  # [B, Q, M, L, K, 2] float32; None where not asked for
     grad_offsets,  # [B, Q, M, L, K, 2], dtype of offsets; None where not asked for
     grad_weights,  # [B, Q, M, L, K], dtype of weights; None where not asked for
-    counters,  # [B, M, slots] int32, starts raised to ends; None without records
+    counters,  # [B, M, 2^sector_bits, SECTOR] int32, starts raised to ends; None without records
     records,  # [B, M, Q * L * K, 2, or 4 where value is float32] int32; None without records
     num_queries,
     batch_stride,
     head_stride,
-    slots,
+    sector_bits,
     PIXEL_STRIDE: tl.constexpr,
     M: tl.constexpr,
     D: tl.constexpr,
@@ -219,8 +219,7 @@ def backward_kernel(
     grad_output += item * num_queries * (M * D) + head * D
     gradient_chunk = (lane & 7) * 4 if dtype == tl.float32 else (lane & 3) * 8 + ((lane >> 2) & 1) * 2
     if SCATTER == "records":
-        counters += (item * M + head) * slots
-        spread = load_spread(bins, L)
+        counters += (item * M + head) * (SECTOR << sector_bits)
         records += (item * M + head) * num_queries * (L * K * RECORD_WORDS)
 
     level, point, exists, height, width, start = load_lane_level(spatial_shapes, level_start_index, lane, 0, L, K)
@@ -262,7 +261,8 @@ def backward_kernel(
             joins = counts & (weight_left + weight_right > 0) & (weight_top + weight_bottom > 0)
             bucket, tile_left, tile_top = find_bucket(left, top, query, level_bin)
             leader, rank, size = join_buckets(bucket, joins)
-            seat = tl.atomic_add(counters + bucket * spread, size, mask=joins & (lane == leader), sem="relaxed")
+            counter = counters + find_counter(bucket, sector_bits)
+            seat = tl.atomic_add(counter, size, mask=joins & (lane == leader), sem="relaxed")
         step_height = height
         step_width = width
         step_place = place

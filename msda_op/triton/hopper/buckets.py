@@ -16,8 +16,8 @@ bucket after the other where there are more.
 
 Sizes of buckets are exact: samples are counted, the counts summed up to starts, and only then records written, so that
 the Q * L * K records of an item and head hold any distribution. The counter of a bucket has a 32-byte sector for
-itself, since adds that return to one sector wait for each other; where levels of freak shape have more buckets than
-the grids are sized for, counters share sectors instead of taking more memory.
+itself, since adds that return to one sector wait for each other. Where levels of freak shape have more buckets than
+there are sectors, counters share them, see `find_counter`.
 """
 
 import triton
@@ -67,10 +67,10 @@ def expect_buckets(value_length: int, num_levels: int, num_samples: int) -> int:
     return value_length // _ORDINARY_TILE + num_levels + num_samples // BUCKET_LIMIT
 
 
-def count_slots(value_length: int, num_levels: int, num_samples: int) -> int:
-    """Returns the int32 that the counters of an item and head are given; arguments as above."""
+def choose_sector_bits(value_length: int, num_levels: int, num_samples: int) -> int:
+    """Returns the power of two that is the number of sectors for the counters of an item and head; arguments as above."""
     sizes = (value_length, num_levels, num_samples)
-    return max(bound_buckets(*sizes), SECTOR.value * expect_buckets(*sizes))
+    return (max(triton.cdiv(bound_buckets(*sizes), SECTOR.value), expect_buckets(*sizes)) - 1).bit_length()
 
 
 @triton.jit
@@ -96,16 +96,16 @@ def split_bucket_program(programs):
     return (program // programs).to(tl.int64), program % programs
 
 
-@triton.jit(do_not_specialize=["level_samples", "bound", "slots", "programs"])
+@triton.jit(do_not_specialize=["level_samples", "bound", "sector_bits", "programs"])
 def plan_kernel(
     spatial_shapes,  # [L, 2] (h, w) int32 or int64
     level_start_index,  # [L] first row of value, int32 or int64
-    bins,  # [L + 1, 3] int32, written: (tiles in a row, splits - 1, first bucket); last row: (spread, 0, buckets)
+    bins,  # [L + 1, 3] int32, written: (tiles in a row, splits - 1, first bucket); the last row ends the last level
     windows,  # [bound, WINDOW_FIELDS] int32, written, see below
-    counters,  # [B, M, slots] int32; one in `spread` of them is the counter of a bucket, and zeroed
+    counters,  # [B, M, 2^sector_bits, SECTOR] int32, zeroed where they count
     level_samples,  # Q * K, samples of an item and head on one level
     bound,
-    slots,
+    sector_bits,
     programs,  # of a plane
     L: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -128,15 +128,12 @@ def plan_kernel(
             tl.store(bins + level * 3 + 2, total)
         total += rows * columns * splits
     tl.device_assert(total <= bound, "levels must not overlap in value")
-    spread = tl.where(total * 2 <= slots, tl.where(total * 4 <= slots, tl.where(total * 8 <= slots, 8, 4), 2), 1)
     if tl.program_id(0) == 0:
-        tl.store(bins + L * 3, spread)
-        tl.store(bins + L * 3 + 1, 0)
         tl.store(bins + L * 3 + 2, total)
-    counters += plane * slots
+    counters += plane * (SECTOR << sector_bits)
     for block in range(first_block * BLOCK, total, programs * BLOCK):
         bucket = block + tl.arange(0, BLOCK)
-        tl.store(counters + bucket * spread, bucket * 0, mask=bucket < total)
+        tl.store(counters + find_counter(bucket, sector_bits), bucket * 0, mask=bucket < total)
         if plane == 0:
             first = 0
             for level in tl.static_range(L):
@@ -168,9 +165,9 @@ def load_bin(bins, level):
 
 
 @triton.jit
-def load_spread(bins, L: tl.constexpr):
-    """Returns the int32 from the counter of a bucket to the next."""
-    return tl.load(bins + L * 3)
+def find_counter(bucket, sector_bits):
+    """Returns the place of a bucket's counter among 2^sector_bits sectors: the first of each, then the second, ..."""
+    return (bucket & ((1 << sector_bits) - 1)) * SECTOR + (bucket >> sector_bits)
 
 
 @triton.jit
@@ -201,7 +198,7 @@ def join_buckets(bucket, joins):
     return lowest_bit(group), count_bits(group & ((1 << lane) - 1)), count_bits(group)
 
 
-@triton.jit(do_not_specialize=["num_queries", "slots"])
+@triton.jit(do_not_specialize=["num_queries", "sector_bits"])
 def count_kernel(
     spatial_shapes,  # [L, 2] (h, w) int32 or int64
     level_start_index,  # [L]; not used
@@ -209,9 +206,9 @@ def count_kernel(
     places,  # [B, Q, M, L, K, 2] locations, or [B, Q, L, REFERENCE] reference points, float32
     offsets,  # [B, Q, M, L, K, 2]; None for locations
     weights,  # [B, Q, M, L, K]; not used
-    counters,  # [B, M, slots] int32, see there; they count the samples
+    counters,  # [B, M, 2^sector_bits, SECTOR] int32, see there; they count the samples
     num_queries,
-    slots,
+    sector_bits,
     M: tl.constexpr,
     L: tl.constexpr,
     K: tl.constexpr,
@@ -232,8 +229,7 @@ def count_kernel(
         offsets += 2 * samples
     offset_dtype: tl.constexpr = offsets.dtype.element_ty
     weights += samples
-    counters += (item * M + head) * slots
-    spread = load_spread(bins, L)
+    counters += (item * M + head) * (SECTOR << sector_bits)
     for sweep in tl.static_range(PASSES):
         level, point, exists, height, width, _ = load_lane_level(spatial_shapes, level_start_index, lane, sweep, L, K)
         level_bin = load_bin(bins, level)
@@ -247,31 +243,32 @@ def count_kernel(
             joins = exists & (query < num_queries) & (weight_left + weight_right > 0) & (weight_top + weight_bottom > 0)
             bucket, _, _ = find_bucket(left, top, query, level_bin)
             leader, _, size = join_buckets(bucket, joins)
-            tl.atomic_add(counters + bucket * spread, size, mask=joins & (lane == leader), sem="relaxed")
+            counter = counters + find_counter(bucket, sector_bits)
+            tl.atomic_add(counter, size, mask=joins & (lane == leader), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["bound", "slots"])
+@triton.jit(do_not_specialize=["bound", "sector_bits"])
 def scan_kernel(
     bins,  # [L + 1, 3], see plan_kernel
-    counters,  # [B, M, slots] int32, see there; sizes of the buckets, turned into starts
+    counters,  # [B, M, 2^sector_bits, SECTOR] int32, see there; sizes of the buckets, turned into starts
     starts,  # [B, M, bound + 1] int32, written: the same, which stay while records raise the counters, and the end
     bound,
-    slots,
+    sector_bits,
     L: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Exclusive sums of the bucket sizes of one item and head."""
-    counters += tl.program_id(0).to(tl.int64) * slots
+    counters += tl.program_id(0).to(tl.int64) * (SECTOR << sector_bits)
     starts += tl.program_id(0).to(tl.int64) * (bound + 1)
-    spread = load_spread(bins, L)
     num_buckets = count_buckets(bins, L)
     total = 0
     for first in range(0, num_buckets, BLOCK):
         bucket = first + tl.arange(0, BLOCK)
         mask = bucket < num_buckets
-        size = tl.load(counters + bucket * spread, mask=mask, other=0)
+        counter = counters + find_counter(bucket, sector_bits)
+        size = tl.load(counter, mask=mask, other=0)
         start = total + tl.cumsum(size, 0) - size
         tl.store(starts + bucket, start, mask=mask)
-        tl.store(counters + bucket * spread, start, mask=mask)
+        tl.store(counter, start, mask=mask)
         total += tl.sum(size, 0)
     tl.store(starts + num_buckets, total)

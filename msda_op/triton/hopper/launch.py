@@ -109,6 +109,7 @@ class Buckets(NamedTuple):
     Args:
         bound: rows of the tables.
         programs: of an item and head, in the kernels that take buckets.
+        sector_bits: of the number of sectors for the counters of an item and head.
         bins: `[L + 1, 3]` int32, see `buckets.plan_kernel`.
         windows: `[bound, 6]` int32, see there.
         starts: `[B, M, bound + 1]` int32, first record of each bucket.
@@ -117,6 +118,7 @@ class Buckets(NamedTuple):
 
     bound: int
     programs: int
+    sector_bits: int
     bins: Tensor
     windows: Tensor
     starts: Tensor
@@ -239,7 +241,7 @@ def _write_records(call: Call, grad_output: Tensor, wanted: Wanted, zeroed: Tens
 def allocate_buckets(call: Call) -> tuple[Buckets, Tensor]:
     """Returns the tables and buffers of the records of a call, not yet filled, and its counters.
 
-    Counters are `[B, M, slots]` int32; nothing needs them once the records are written.
+    Counters are `[B, M, 2^sector_bits, SECTOR]` int32; nothing needs them once the records are written.
     """
     sizes = call.sizes
     num_samples = sizes.num_queries * sizes.num_levels * sizes.num_points
@@ -252,18 +254,19 @@ def allocate_buckets(call: Call) -> tuple[Buckets, Tensor]:
     buckets = Buckets(
         bound,
         plan.expect_buckets(*extent),
+        plan.choose_sector_bits(*extent),
         bins=empty(sizes.num_levels + 1, 3),
         windows=empty(bound, plan.WINDOW_FIELDS.value),
         starts=empty(call.planes, bound + 1),
         records=empty(call.planes, num_samples, 4 if call.value.dtype == torch.float32 else 2),
     )
-    return buckets, empty(call.planes, plan.count_slots(*extent))
+    return buckets, empty(call.planes, 1 << buckets.sector_bits, plan.SECTOR.value)
 
 
 def plan_launches(call: Call, buckets: Buckets, counters: Tensor) -> tuple[Launch, ...]:
     """Returns the launches that fill the tables, count the samples of each bucket, and sum the counts up."""
     sizes = call.sizes
-    tables = {"bins": buckets.bins, "counters": counters, "slots": counters.shape[1]}
+    tables = {"bins": buckets.bins, "counters": counters, "sector_bits": buckets.sector_bits}
     programs = triton.cdiv(buckets.programs, _PLAN_BLOCK)
     plan_arguments = {
         **tables,
@@ -315,7 +318,7 @@ def main_launch(
         "grad_weights": wanted.weights,
         "counters": counters,
         "records": None if buckets is None else buckets.records,
-        "slots": 0 if counters is None else counters.shape[1],
+        "sector_bits": 0 if buckets is None else buckets.sector_bits,
         "D": call.sizes.head_dim,
         "SCATTER": "records" if buckets is not None else "none" if grad_value is None else "atomics",
         "WARPS": shape.warps,
@@ -323,9 +326,9 @@ def main_launch(
         **call.samples,
         **call.strides,
     }
-    # Registers are chosen for records and 32 channels of halves: more spill under them, and less work needs less.
-    wide = call.sizes.head_dim > 32 or call.value.dtype == torch.float32
-    registers = None if buckets is None or wide else shape.registers
+    # Registers are chosen for records of all gradients and 32 channels of halves: other work spills under them.
+    common = buckets is not None and wanted.weights is not None and call.sizes.head_dim == 32
+    registers = shape.registers if common and call.value.dtype != torch.float32 else None
     return Launch(backward_kernel, call.count_programs(shape), arguments, shape.warps, registers)
 
 

@@ -27,7 +27,7 @@ report = {}
 
 
 def compile_kernel(name, kernel, types, warps=1, registers=None, **constants):
-    integers = ("num_queries", "batch_stride", "head_stride", "slots", "capacity")
+    integers = ("num_queries", "batch_stride", "head_stride", "sector_bits", "capacity")
     integers += ("bound", "programs", "colour", "level_samples")
     tables = ("bins", "windows", "counters", "starts", "records")
     types = dict.fromkeys(integers, "i32") | dict.fromkeys(tables, "*i32") | {"places": "*fp32"} | types
