@@ -13,7 +13,7 @@ from models.layers.ms_deform_attn import MSDeformAttn
 from models.layers.residual_norm import ResidualNorm
 from models.layers.self_attention import SelfAttention
 from models.proposals import embed_boxes
-from models.structures import FeatureLevels
+from models.structures import LevelGeometry
 from models.weight_casts import casting_weights
 
 
@@ -70,7 +70,7 @@ class DeformableDecoderLayer(nn.Module):
         query_pos: Tensor,
         reference_points: Tensor,
         memory: Tensor,
-        levels: FeatureLevels,
+        levels: LevelGeometry,
         attention_mask: Tensor | None,
     ) -> Tensor:
         """Updates the queries.
@@ -80,7 +80,7 @@ class DeformableDecoderLayer(nn.Module):
             query_pos: float [B, Q, C], position of the queries, in the dtype of the memory.
             reference_points: float32 [B, Q, L, 2 or 4]; 0..1 spans the padded level.
             memory: float [B, S, C], output of the encoder.
-            levels: padding and shapes of the levels; its features are not read.
+            levels: padding and shapes of the levels.
             attention_mask: bool [Q, Q], True where the query of the row must not see that of the column; None where
                 all see all.
 
@@ -151,7 +151,7 @@ class DeformableDecoder(nn.Module):
         query_pos: Tensor | None,
         reference_points: Tensor,
         memory: Tensor,
-        levels: FeatureLevels,
+        levels: LevelGeometry,
         attention_mask: Tensor | None,
     ) -> DecoderOutput:
         """Runs the layers.
@@ -180,7 +180,7 @@ class DeformableDecoder(nn.Module):
         query_pos: Tensor | None,
         reference_points: Tensor,
         memory: Tensor,
-        levels: FeatureLevels,
+        levels: LevelGeometry,
         attention_mask: Tensor | None,
     ) -> DecoderOutput:
         query_pos = None if query_pos is None else query_pos.to(memory.dtype)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from models.backbone import Backbone
 from models.checkpoints import load_weights
+from models.cuda_graphs import TrainingGraphs
 from models.decoder import predict_boxes
 from models.deformable_transformer import DeformableTransformer, EncoderDecoder
 from models.layers.mlp import MLP
@@ -34,6 +35,7 @@ class DeformableDetr(nn.Module):
         backbone: Backbone,
         position_encoding: SinePositionEncoding,
         transformer: DeformableTransformer,
+        graphs: TrainingGraphs,
         num_classes: int,
         box_refine: bool,
         weights: str | None,
@@ -45,6 +47,7 @@ class DeformableDetr(nn.Module):
             position_encoding: encodes the positions of each level in the transformer's width.
             transformer: encoder and decoder; its settings say how many levels and queries there are, and whether the
                 model is two-stage.
+            graphs: replays the whole model in training where it is to be captured.
             num_classes: number of contiguous classes.
             box_refine: whether each decoder layer refines the boxes of the layer before.
             weights: checkpoint to start from, see `load_weights`; None starts from the initialisation.
@@ -57,6 +60,7 @@ class DeformableDetr(nn.Module):
         if transformer.two_stage and not box_refine:
             raise ValueError("box_refine must be true with two_stage, got false; the proposals are boxes to be refined")
         check_sizes(transformer, position_encoding, num_classes)
+        self.graphs = graphs
         self.two_stage = transformer.two_stage
         self.backbone = nn.ModuleList([backbone, position_encoding])
         self.input_proj = input_projections(backbone.channels, transformer.d_model, transformer.num_feature_levels)
@@ -84,6 +88,9 @@ class DeformableDetr(nn.Module):
         Notes:
             Never waits for the device. Logits and boxes are float32 under any autocast.
         """
+        return self.graphs.run(self, self._detect, batch)
+
+    def _detect(self, batch: ImageBatch) -> DetectorOutput:
         query_embed = None if self.two_stage else self.query_embed.weight
         decoded = self.transformer(*feature_levels(self.backbone, self.input_proj, batch), query_embed)
         boxes_cxcywh = decoded.boxes_cxcywh

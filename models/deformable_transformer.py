@@ -10,7 +10,7 @@ from models.decoder import DeformableDecoder, DeformableDecoderLayer
 from models.encoder import DeformableEncoder, DeformableEncoderLayer
 from models.layers.ms_deform_attn import MSDeformAttn
 from models.proposals import embed_boxes, pixel_proposals
-from models.structures import EncoderProposals, FeatureLevels
+from models.structures import EncoderProposals, FeatureLevels, LevelGeometry
 from models.weight_casts import autocast_dtype, casting_weights
 
 
@@ -135,7 +135,7 @@ class EncoderDecoder(nn.Module):
 
     def encode(
         self, feature_maps: list[Tensor], padding_masks: list[Tensor], positions: list[Tensor]
-    ) -> tuple[FeatureLevels, Tensor]:
+    ) -> tuple[LevelGeometry, Tensor]:
         """Flattens the levels and encodes them.
 
         Args:
@@ -144,21 +144,19 @@ class EncoderDecoder(nn.Module):
             positions: L tensors float32 [B, C, H_l, W_l], position encodings.
 
         Returns:
-            The levels, and the encoder's output float [B, S, C].
+            Shapes and padding of the levels, and the encoder's output float [B, S, C].
         """
         features = torch.cat([features.flatten(2).transpose(1, 2) for features in feature_maps], dim=1)
         pairs = zip(positions, self.level_embed, strict=True)
         embedded = torch.cat([position.flatten(2).transpose(1, 2) + embed for position, embed in pairs], dim=1)
         dtype = autocast_dtype(features.device) or features.dtype
-        levels = FeatureLevels(
-            features=features.to(dtype),
-            positions=embedded.to(dtype),
+        geometry = LevelGeometry(
             padding_mask=torch.cat([mask.flatten(1) for mask in padding_masks], dim=1),
             spatial_shapes=tuple((features.shape[2], features.shape[3]) for features in feature_maps),
             valid_ratios=torch.stack([valid_ratio(mask) for mask in padding_masks], dim=1),
         )
         with casting_weights(self.encoder):
-            return levels, self.encoder(levels)
+            return geometry, self.encoder(FeatureLevels(features.to(dtype), embedded.to(dtype), geometry))
 
 
 class DeformableTransformer(EncoderDecoder):
@@ -221,7 +219,7 @@ class DeformableTransformer(EncoderDecoder):
         decoded = self.decoder(query, query_pos, reference_points, memory, levels, attention_mask=None)
         return TransformerOutput(decoded.hidden, reference_points, decoded.boxes_cxcywh, proposals)
 
-    def _select_proposals(self, memory: Tensor, levels: FeatureLevels) -> tuple[EncoderProposals, Tensor, Tensor]:
+    def _select_proposals(self, memory: Tensor, levels: LevelGeometry) -> tuple[EncoderProposals, Tensor, Tensor]:
         """Scores all proposals and makes queries of the best.
 
         Returns:

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from models.backbone import Backbone
 from models.boxes import inverse_sigmoid
 from models.checkpoints import load_weights
+from models.cuda_graphs import TrainingGraphs
 from models.deformable_detr import box_head, check_sizes, class_head, classify, feature_levels, input_projections
 from models.deformable_transformer import EncoderDecoder, TransformerOutput, best_proposals
 from models.denoising import ContrastiveDenoising, DenoisingQueries
 from models.layers.mlp import MLP
 from models.position_encoding import SinePositionEncoding
 from models.proposals import pixel_proposals
-from models.structures import DenoisingOutput, DetectorOutput, EncoderProposals, FeatureLevels, ImageBatch, Targets
+from models.structures import DenoisingOutput, DetectorOutput, EncoderProposals, ImageBatch, LevelGeometry, Targets
 
 NUM_POSITION_LAYERS = 2
 
@@ -34,6 +35,21 @@ class ExtraQueries:
     content: Tensor
     reference_points: Tensor
     attention_mask: Tensor
+
+
+@dataclass(frozen=True)
+class EncodedImages:
+    """What the decoder reads of the images.
+
+    Attributes:
+        memory: float [B, S, C], output of the encoder.
+        levels: shapes and padding of the levels.
+        proposals: the encoder's best proposals, where the queries look first.
+    """
+
+    memory: Tensor
+    levels: LevelGeometry
+    proposals: EncoderProposals
 
 
 class DinoTransformer(EncoderDecoder):
@@ -74,29 +90,33 @@ class DinoTransformer(EncoderDecoder):
         self.enc_output_norm = nn.LayerNorm(d_model)
         self.reset_parameters()
 
-    def forward(
-        self,
-        feature_maps: list[Tensor],
-        padding_masks: list[Tensor],
-        positions: list[Tensor],
-        extra_queries: ExtraQueries | None,
-    ) -> TransformerOutput:
-        """Encodes the levels and decodes the queries.
+    def prepare(
+        self, feature_maps: list[Tensor], padding_masks: list[Tensor], positions: list[Tensor]
+    ) -> EncodedImages:
+        """Encodes the levels and chooses the proposals.
 
         Args:
             feature_maps: L tensors float [B, C, H_l, W_l], finest first.
             padding_masks: L tensors bool [B, H_l, W_l], True = padding.
             positions: L tensors float32 [B, C, H_l, W_l], position encodings.
-            extra_queries: queries to decode besides, or None.
-
-        Returns:
-            The extra queries and after them the own ones after each layer, their boxes, and the chosen proposals.
 
         Raises:
             ValueError: if there are more queries than the images have pixels on all levels.
         """
         levels, memory = self.encode(feature_maps, padding_masks, positions)
-        proposals = self._select_proposals(memory, levels)
+        return EncodedImages(memory, levels, self._select_proposals(memory, levels))
+
+    def forward(self, encoded: EncodedImages, extra_queries: ExtraQueries | None) -> TransformerOutput:
+        """Decodes the queries.
+
+        Args:
+            encoded: what `prepare` made.
+            extra_queries: queries to decode besides, or None.
+
+        Returns:
+            The extra queries and after them the own ones after each layer, their boxes, and the chosen proposals.
+        """
+        memory, proposals = encoded.memory, encoded.proposals
         reference_points = proposals.boxes_cxcywh.detach()
         query = self.tgt_embed.weight.expand(len(memory), -1, -1)
         attention_mask = None
@@ -104,10 +124,10 @@ class DinoTransformer(EncoderDecoder):
             query = torch.cat((extra_queries.content, query), dim=1)
             reference_points = torch.cat((extra_queries.reference_points, reference_points), dim=1)
             attention_mask = extra_queries.attention_mask
-        decoded = self.decoder(query, None, reference_points, memory, levels, attention_mask)
+        decoded = self.decoder(query, None, reference_points, memory, encoded.levels, attention_mask)
         return TransformerOutput(decoded.hidden, reference_points, decoded.boxes_cxcywh, proposals)
 
-    def _select_proposals(self, memory: Tensor, levels: FeatureLevels) -> EncoderProposals:
+    def _select_proposals(self, memory: Tensor, levels: LevelGeometry) -> EncoderProposals:
         """Returns the best num_queries proposals, by their best class.
 
         Only these have a loss, so that the scores of all are computed without gradients, and their boxes not at all.
@@ -138,6 +158,7 @@ class Dino(nn.Module):
         position_encoding: SinePositionEncoding,
         transformer: DinoTransformer,
         denoising: ContrastiveDenoising,
+        graphs: TrainingGraphs,
         num_classes: int,
         weights: str | None,
     ) -> None:
@@ -148,6 +169,8 @@ class Dino(nn.Module):
             position_encoding: encodes the positions of each level in the transformer's width.
             transformer: encoder and decoder.
             denoising: noises the targets in training.
+            graphs: replays the encoding of the images in training, proposals included, where it is to be captured; the
+                decoder, which has another number of queries in each batch, computes eagerly.
             num_classes: number of contiguous classes.
             weights: checkpoint to start from, see `load_weights`; None starts from the initialisation.
 
@@ -159,6 +182,7 @@ class Dino(nn.Module):
         width, num_layers = transformer.d_model, transformer.num_decoder_layers
         self.num_classes = num_classes
         self.denoising = denoising
+        self.graphs = graphs
         self.backbone = nn.ModuleList([backbone, position_encoding])
         self.input_proj = input_projections(backbone.channels, width, transformer.num_feature_levels)
         self.transformer = transformer
@@ -193,8 +217,8 @@ class Dino(nn.Module):
         noised = None
         if self.training and targets is not None:
             noised = self.denoising.make_queries(targets, self.num_classes, generator)
-        levels = feature_levels(self.backbone, self.input_proj, batch)
-        decoded = self.transformer(*levels, None if noised is None else self._embed(noised))
+        encoded = self.graphs.run(self, self._encode, batch)
+        decoded = self.transformer(encoded, None if noised is None else self._embed(noised))
         logits, boxes_cxcywh = classify(self.class_embed, decoded.hidden), decoded.boxes_cxcywh
         if noised is None:
             return DetectorOutput(logits, boxes_cxcywh, decoded.proposals)
@@ -205,6 +229,9 @@ class Dino(nn.Module):
             known_logits, known_boxes, noised.batch, noised.query, noised.target, noised.num_groups
         )
         return DetectorOutput(logits, boxes_cxcywh, decoded.proposals, denoising)
+
+    def _encode(self, batch: ImageBatch) -> EncodedImages:
+        return self.transformer.prepare(*feature_levels(self.backbone, self.input_proj, batch))
 
     def _embed(self, noised: DenoisingQueries) -> ExtraQueries:
         """Turns noised labels and boxes into queries; padding has no content."""

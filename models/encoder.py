@@ -53,8 +53,9 @@ class DeformableEncoderLayer(nn.Module):
         Returns:
             float [B, S, C], in the dtype of the features.
         """
+        geometry = levels.geometry
         attended = self.self_attn(
-            features + levels.positions, reference_points, features, levels.spatial_shapes, levels.padding_mask
+            features + levels.positions, reference_points, features, geometry.spatial_shapes, geometry.padding_mask
         )
         features = self.norm1(features, attended, features.dtype)
         transformed = self.linear2(relu_dropout(self.linear1(features), self.dropout, self.training))
@@ -77,7 +78,7 @@ class DeformableEncoder(nn.Module):
 
     def forward(self, levels: FeatureLevels) -> Tensor:
         """Encodes the feature levels, returning float [B, S, C]."""
-        reference_points = pixel_centers(levels.spatial_shapes, levels.valid_ratios)
+        reference_points = pixel_centers(levels.geometry.spatial_shapes, levels.geometry.valid_ratios)
         features = levels.features
         for layer in self.layers:
             if self.gradient_checkpointing and self.training:

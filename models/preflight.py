@@ -95,9 +95,28 @@ def check_run(cfg: DictConfig) -> None:
         msda_op.require_backend(cfg.op.backend, device)
     except RuntimeError as error:
         raise ValueError(f"op={cfg.op.backend} cannot run here: {error}") from error
+    if cfg.cuda_graphs:
+        _check_cuda_graphs(cfg, device)
     untrained = cfg.backbone.weights == "none" and cfg.ckpt_path is None and cfg.model.weights is None
     if "norm" in cfg.backbone and cfg.backbone.norm == "frozen" and untrained:
         raise ValueError(
             "backbone.norm=frozen must come with trained statistics, got backbone.weights=none; "
             "use backbone.norm=batch, or backbone.weights=imagenet or a path"
+        )
+
+
+def _check_cuda_graphs(cfg: DictConfig, device: str) -> None:
+    if device != "cuda":
+        raise ValueError("cuda_graphs must be false without an NVIDIA GPU, got true; set cuda_graphs=false")
+    if cfg.model.transformer.gradient_checkpointing:
+        raise ValueError(
+            "cuda_graphs must be false with model.transformer.gradient_checkpointing=true, got true: what is computed "
+            "twice draws its random numbers anew; set one of them to false"
+        )
+    devices = cfg.trainer.devices
+    num_devices = devices if isinstance(devices, int) else len(devices)
+    if num_devices != 1 or cfg.trainer.num_nodes != 1 or cfg.trainer.strategy != "auto":
+        raise ValueError(
+            f"cuda_graphs must be false unless one process trains, got true with trainer.devices={devices}: gradients "
+            "of a graph are not exchanged between processes; set cuda_graphs=false or trainer=gpu"
         )

@@ -4,14 +4,14 @@ import torch
 from torch import Tensor
 
 from models.position_encoding import FULL_TURN, sine_embedding
-from models.structures import FeatureLevels
+from models.structures import LevelGeometry
 
 FINEST_SIZE = 0.05
 VALID_RANGE = (0.01, 0.99)
 TEMPERATURE = 10000.0
 
 
-def pixel_proposals(levels: FeatureLevels) -> tuple[Tensor, Tensor]:
+def pixel_proposals(levels: LevelGeometry) -> tuple[Tensor, Tensor]:
     """Places a box on every pixel, 0.05 * 2^level of the unpadded image in width and height (arXiv 2010.04159, A.4).
 
     Args:

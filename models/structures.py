@@ -1,6 +1,8 @@
 """Frozen records that pass between the data, the detectors, their losses and the evaluation."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -110,21 +112,51 @@ class Detections:
 
 
 @dataclass(frozen=True)
-class FeatureLevels:
-    """The feature maps of a batch, flattened row by row and concatenated, finest level first.
+class LevelGeometry:
+    """Shapes and padding of the feature maps of a batch, flattened row by row and concatenated, finest level first.
 
-    S is the sum of the levels' sizes h * w, L the number of levels, C the model's width.
+    S is the sum of the levels' sizes h * w, L the number of levels.
 
     Attributes:
-        features: float [B, S, C], in the dtype of the products: under autocast, half precision.
-        positions: the same dtype [B, S, C], position encoding plus level embedding.
         padding_mask: bool [B, S], True = padding.
         spatial_shapes: L host pairs (h, w).
         valid_ratios: float32 [B, L, 2] (x, y), unpadded share of each level's width and height, in 0..1.
     """
 
-    features: Tensor
-    positions: Tensor
     padding_mask: Tensor
     spatial_shapes: tuple[tuple[int, int], ...]
     valid_ratios: Tensor
+
+
+@dataclass(frozen=True)
+class FeatureLevels:
+    """The feature maps themselves; C is the model's width.
+
+    Attributes:
+        features: float [B, S, C], in the dtype of the products: under autocast, half precision.
+        positions: the same dtype [B, S, C], position encoding plus level embedding.
+        geometry: their shapes and padding.
+    """
+
+    features: Tensor
+    positions: Tensor
+    geometry: LevelGeometry
+
+
+def take_apart(record: Any) -> tuple[list[Tensor], Callable[[Iterator[Tensor]], Any]]:
+    """Returns the tensors of a record of dataclasses and tuples, and what makes such a record of other tensors."""
+    if isinstance(record, Tensor):
+        return [record], next
+    if isinstance(record, tuple):
+        parts, make = list(record), _make_tuple
+    elif is_dataclass(record):
+        parts, make = [getattr(record, field.name) for field in fields(record)], cast(Callable[..., Any], type(record))
+    else:
+        return [], lambda tensors: record
+    taken = [take_apart(part) for part in parts]
+    tensors = [tensor for tensors, _ in taken for tensor in tensors]
+    return tensors, lambda tensors: make(*(rebuild(tensors) for _, rebuild in taken))
+
+
+def _make_tuple(*parts: Any) -> Any:
+    return parts

@@ -8,6 +8,7 @@ import torch
 
 from models.backbone import ResNetBackbone
 from models.criterion import Criterion
+from models.cuda_graphs import TrainingGraphs
 from models.deformable_detr import DeformableDetr
 from models.deformable_transformer import DeformableTransformer
 from models.denoising import ContrastiveDenoising
@@ -60,6 +61,7 @@ def build_detector(box_refine: bool, num_classes: int = NUM_CLASSES, **overrides
         ),
         position_encoding=SinePositionEncoding(channels=settings["d_model"], temperature=10000, offset=-0.5),
         transformer=DeformableTransformer(**settings),
+        graphs=TrainingGraphs(enabled=False, max_sizes=1),
         num_classes=num_classes,
         box_refine=box_refine,
         weights=None,
@@ -96,6 +98,7 @@ def build_dino(num_classes: int = NUM_CLASSES, **overrides: Any) -> Dino:
         position_encoding=SinePositionEncoding(channels=settings["d_model"], temperature=20, offset=0.0),
         transformer=DinoTransformer(**settings),
         denoising=ContrastiveDenoising(num_queries=6, max_queries=40, label_noise_ratio=0.5, box_noise_scale=1.0),
+        graphs=TrainingGraphs(enabled=False, max_sizes=1),
         num_classes=num_classes,
         weights=None,
     )

@@ -7,7 +7,7 @@ from torch import nn
 
 from models.decoder import DeformableDecoder, DeformableDecoderLayer, predict_boxes, scale_to_levels
 from models.proposals import embed_boxes
-from models.structures import FeatureLevels
+from models.structures import LevelGeometry
 
 SHAPES = ((2, 4), (1, 2))
 
@@ -36,11 +36,11 @@ def build(gradient_checkpointing: bool = False, **overrides: Any) -> DeformableD
 
 def make_inputs(
     coordinates: int = 2, attention_mask: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, FeatureLevels, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, LevelGeometry, torch.Tensor | None]:
     generator = torch.Generator().manual_seed(0)
     query, query_pos = torch.randn(2, 1, 5, 16, generator=generator)
     memory = torch.randn(1, 10, 16, generator=generator)
-    levels = FeatureLevels(memory, memory, torch.zeros(1, 10, dtype=torch.bool), SHAPES, torch.ones(1, 2, 2))
+    levels = LevelGeometry(torch.zeros(1, 10, dtype=torch.bool), SHAPES, torch.ones(1, 2, 2))
     reference_points = torch.rand(1, 5, coordinates, generator=generator)
     return query, query_pos, reference_points, memory, levels, attention_mask
 

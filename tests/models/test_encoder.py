@@ -1,7 +1,9 @@
+from dataclasses import replace
+
 import torch
 
 from models.encoder import DeformableEncoder, DeformableEncoderLayer, pixel_centers
-from models.structures import FeatureLevels
+from models.structures import FeatureLevels, LevelGeometry
 
 SHAPES = ((2, 4), (1, 2))
 
@@ -28,7 +30,8 @@ def build(gradient_checkpointing: bool = False) -> DeformableEncoder:
 def make_levels() -> FeatureLevels:
     generator = torch.Generator().manual_seed(0)
     features, positions = torch.randn(2, 1, 10, 16, generator=generator)
-    return FeatureLevels(features, positions, torch.zeros(1, 10, dtype=torch.bool), SHAPES, torch.ones(1, 2, 2))
+    geometry = LevelGeometry(torch.zeros(1, 10, dtype=torch.bool), SHAPES, torch.ones(1, 2, 2))
+    return FeatureLevels(features, positions, geometry)
 
 
 def test_pixel_centers_by_hand() -> None:
@@ -54,10 +57,10 @@ def test_positions_are_added_to_the_query_of_each_layer_only() -> None:
     encoder, levels = build().eval(), make_levels()
     layer = encoder.layers[0]
     torch.nn.init.normal_(layer.self_attn.attention_weights.weight)
-    centers = pixel_centers(SHAPES, levels.valid_ratios)
+    centers = pixel_centers(SHAPES, levels.geometry.valid_ratios)
     values = []
     layer.self_attn.value_proj.register_forward_hook(lambda module, inputs, output: values.append(inputs[0]))
     output = layer(levels.features, centers, levels)
     assert torch.equal(values[0], levels.features)
-    still = FeatureLevels(levels.features, 0 * levels.positions, levels.padding_mask, SHAPES, levels.valid_ratios)
+    still = replace(levels, positions=0 * levels.positions)
     assert not torch.allclose(layer(levels.features, centers, still), output)

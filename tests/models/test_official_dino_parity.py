@@ -18,6 +18,7 @@ from models import denoising
 from models.backbone import ResNetBackbone
 from models.checkpoints import load_weights
 from models.criterion import Criterion, Losses
+from models.cuda_graphs import TrainingGraphs
 from models.denoising import ContrastiveDenoising, DenoisingNoise
 from models.dino import Dino, DinoTransformer
 from models.matcher import HungarianMatcher
@@ -87,6 +88,7 @@ def build_model(settings: dict[str, Any]) -> Dino:
             fused_norm=True,
         ),
         denoising=ContrastiveDenoising(num_queries=100, max_queries=200, label_noise_ratio=0.5, box_noise_scale=1.0),
+        graphs=TrainingGraphs(enabled=False, max_sizes=1),
         num_classes=91,
         weights=None,
     )

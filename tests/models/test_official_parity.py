@@ -17,6 +17,7 @@ import torch
 from models.backbone import ResNetBackbone
 from models.checkpoints import load_weights
 from models.criterion import Criterion, Losses
+from models.cuda_graphs import TrainingGraphs
 from models.deformable_detr import DeformableDetr
 from models.deformable_transformer import DeformableTransformer
 from models.matcher import HungarianMatcher, Matches
@@ -86,6 +87,7 @@ def build_model(settings: dict[str, Any]) -> DeformableDetr:
             fused=True,
             fused_norm=True,
         ),
+        graphs=TrainingGraphs(enabled=False, max_sizes=1),
         num_classes=91,
         box_refine=settings.get("with_box_refine", False),
         weights=None,

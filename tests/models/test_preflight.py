@@ -9,11 +9,12 @@ from models.preflight import check_resumption, check_run, device_type, resolve_c
 SETTINGS = {
     "mode": "train",
     "ckpt_path": None,
-    "model": {"weights": None},
+    "cuda_graphs": False,
+    "model": {"weights": None, "transformer": {"gradient_checkpointing": False}},
     "backbone": {"norm": "batch", "weights": "none"},
     "op": {"backend": "reference"},
     "precision": {"lightning": "32-true"},
-    "trainer": {"accelerator": "cpu"},
+    "trainer": {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto"},
 }
 
 
@@ -45,6 +46,7 @@ def test_good_settings_pass(tmp_path):
         ({"precision__lightning": "16-mixed"}, ValueError, "precision=fp16 must run on a GPU"),
         ({"backbone__norm": "frozen"}, ValueError, "must come with trained statistics"),
         ({"op__backend": "tritn"}, ValueError, "tritn"),
+        ({"cuda_graphs": True}, ValueError, "cuda_graphs must be false without an NVIDIA GPU, got true"),
         ({"trainer__accelerator": "tpu"}, ValueError, "accelerator must be one of"),
     ],
 )
@@ -109,3 +111,22 @@ def test_other_categories_are_refused(tmp_path):
     save_checkpoint(path, 0, True, 1)
     with pytest.raises(ValueError, match=r"must have the categories of the checkpoint, got 1 where .* has 1, or other"):
         check_resumption(settings(ckpt_path=str(path)), [{"id": 4, "name": "cat"}])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__transformer__gradient_checkpointing": True}, "gradient_checkpointing=true"),
+        ({"trainer__devices": 2}, "unless one process trains, got true with trainer.devices=2"),
+        ({"trainer__devices": -1}, "unless one process trains"),
+        ({"trainer__num_nodes": 2}, "unless one process trains"),
+        ({"trainer__strategy": {"_target_": "FSDPStrategy"}}, "unless one process trains"),
+    ],
+)
+def test_cuda_graphs_are_refused_where_they_cannot_be_right(monkeypatch, changes, message):
+    monkeypatch.setattr("models.preflight.device_type", lambda accelerator: "cuda")
+    monkeypatch.setattr("models.preflight.msda_op.require_backend", lambda backend, device: None)
+    check_run(settings(cuda_graphs=True))
+    check_run(settings(cuda_graphs=True, trainer__devices=[3]))
+    with pytest.raises(ValueError, match=message):
+        check_run(settings(cuda_graphs=True, **changes))

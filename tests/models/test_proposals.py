@@ -1,12 +1,11 @@
 import torch
 
 from models.proposals import embed_boxes, pixel_proposals
-from models.structures import FeatureLevels
+from models.structures import LevelGeometry
 
 
-def make_levels(padding_mask: torch.Tensor, valid_ratios: torch.Tensor) -> FeatureLevels:
-    empty = torch.empty(1, 10, 0)
-    return FeatureLevels(empty, empty, padding_mask, ((2, 4), (1, 2)), valid_ratios)
+def make_levels(padding_mask: torch.Tensor, valid_ratios: torch.Tensor) -> LevelGeometry:
+    return LevelGeometry(padding_mask, ((2, 4), (1, 2)), valid_ratios)
 
 
 def test_boxes_by_hand() -> None:
@@ -28,9 +27,7 @@ def test_padding_and_borders_are_invalid() -> None:
 
 
 def test_centres_outside_the_range_are_invalid() -> None:
-    levels = FeatureLevels(
-        torch.empty(0), torch.empty(0), torch.zeros(1, 64, dtype=torch.bool), ((1, 64),), torch.ones(1, 1, 2)
-    )
+    levels = LevelGeometry(torch.zeros(1, 64, dtype=torch.bool), ((1, 64),), torch.ones(1, 1, 2))
     _, valid = pixel_proposals(levels)
     assert valid[0].tolist() == [False] + [True] * 62 + [False]
 
