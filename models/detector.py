@@ -13,7 +13,7 @@ from models.accumulation import TargetWeighting
 from models.callbacks import closes_log_window
 from models.criterion import Criterion
 from models.normalization import ImageNormalizer
-from models.optimization import AdamWSettings, Schedule, build_scheduler
+from models.optimization import AdamWSettings, Schedule, build_scheduler, clip_gradients
 from models.postprocess import postprocess
 from models.structures import DetectorOutput, Targets
 
@@ -103,7 +103,7 @@ class Detector(pl.LightningModule):
             if isinstance(model, FullyShardedDataParallel):
                 norm = model.clip_grad_norm_(gradient_clip_val)
             else:
-                norm = nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
+                norm = clip_gradients(optimizer, gradient_clip_val)
             self.log("train/grad_norm", norm)
 
     def _mean_over_processes(self, value: Tensor) -> Tensor:

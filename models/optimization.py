@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer
@@ -118,3 +118,13 @@ def build_scheduler(schedule: Schedule, optimizer: Optimizer, total_steps: int, 
         max_epochs: Epochs of the run, for milestones given in epochs; 0 for a run of steps, where none is reached.
     """
     return LambdaLR(optimizer, lambda step: schedule.factor(step, total_steps, max_epochs))
+
+
+def clip_gradients(optimizer: Optimizer, limit: float) -> Tensor:
+    """Scales all gradients of an optimiser's parameters so that their norm together is at most `limit`.
+
+    Returns:
+        The norm before, a float32 scalar on the device; nothing waits for it.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return nn.utils.clip_grad_norm_(parameters, limit)

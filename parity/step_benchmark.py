@@ -1,18 +1,21 @@
 """Times one training step of a detector on random images in device memory: no loader, no Trainer."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
-from torch import Tensor, nn
+from omegaconf import DictConfig
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from models.detector import Detector
+from models.optimization import clip_gradients
 from models.structures import Targets
 from parity.arms import ROOT
 from parity.phases import PhaseClock
@@ -20,10 +23,17 @@ from parity.timing import percentile
 from parity.training import autocast_dtype, set_flags
 
 PHASES = ("forward", "loss", "backward", "update")
-CARDS_GIB = (24, 80)
-_GIB = 2**30
-# Left to the CUDA context, cuDNN and fragmentation when the largest batch is estimated.
-_RESERVE_GIB = 1.5
+SWITCHES = {
+    "cuda_graphs": "cuda_graphs=false",
+    "fused_norm": "model.transformer.fused_norm=false",
+    "op.fused": "op.fused=false",
+    "fold_norms": "backbone.fold_norms=false",
+    "channels_last": "precision.channels_last=false",
+    "fused_optimizer": "precision.fused_optimizer=false",
+}
+"""What makes a step fast, by name, and the override that turns it off."""
+Samples = tuple[list[float], list[dict[str, float]]]
+"""Wall times of steps, and the times of the phases of each, in milliseconds."""
 _SEED = 0
 
 
@@ -37,6 +47,7 @@ class StepCase:
         height: of each image, pixels.
         width: of each image, pixels.
         boxes: targets of each image.
+        dense: targets of the first image where it has more than the others, else 0.
     """
 
     overrides: tuple[str, ...]
@@ -44,6 +55,7 @@ class StepCase:
     height: int
     width: int
     boxes: int
+    dense: int = 0
 
 
 class SyntheticStep:
@@ -55,14 +67,14 @@ class SyntheticStep:
     """
 
     def __init__(self, case: StepCase, device: torch.device) -> None:
-        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-            config = compose("train", overrides=["data=coco", "data.root=.", "num_classes=80", *case.overrides])
+        config = compose_case(case)
         set_flags(config)
         torch.manual_seed(_SEED)
         parts = {name: instantiate(config[name]) for name in ("model", "criterion", "normalizer", "optimizer")}
         detector = Detector(**parts, schedule=instantiate(config.schedule), top_k=config.detector.top_k)
         self.device = device
         self.detector = detector.to(device).train()
+        self.graphed = bool(config.cuda_graphs)
         self._optimizer = detector.optimizer_settings.build(detector.model)
         self._dtype = autocast_dtype(config)
         self._limit = config.trainer.gradient_clip_val
@@ -70,7 +82,10 @@ class SyntheticStep:
 
     def draw_batch(self, case: StepCase) -> None:
         """Takes another batch, of the sizes of a case."""
-        self._batch, self._targets = _draw_batch(case, self.device)
+        images, padding_mask, targets = draw_batch(case)
+        self._batch = (images.to(self.device), padding_mask.to(self.device))
+        labels, boxes_cxcywh = targets.labels.to(self.device), targets.boxes_cxcywh.to(self.device)
+        self._targets = Targets(labels, boxes_cxcywh, targets.counts)
 
     def run(self, span: Callable[[str], Any]) -> Tensor:
         """Trains once; `span` makes a context manager around each of `PHASES`. Returns the loss."""
@@ -82,40 +97,73 @@ class SyntheticStep:
         with span("backward"):
             losses.total.backward()
         with span("update"):
-            nn.utils.clip_grad_norm_(self.detector.parameters(), self._limit)
+            clip_gradients(self._optimizer, self._limit)
             self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=True)
+            self.drop_gradients()
         return losses.total.detach()
 
+    def drop_gradients(self) -> None:
+        """Frees what a step that failed has left."""
+        self._optimizer.zero_grad(set_to_none=True)
 
-def measure_step(case: StepCase, device: torch.device, warmup: int, repeats: int) -> dict[str, Any]:
+    def warm_up(self, steps: int) -> None:
+        """Trains without timing: kernels are compiled and chosen, graphs captured."""
+        for _ in range(steps):
+            self.run(naming)
+
+    def time(self, repeats: int) -> Samples:
+        """Times steps, each begun on an idle device."""
+        walls, phases = [], []
+        on_gpu = self.device.type == "cuda"
+        for _ in range(repeats):
+            clock = PhaseClock(_mark_event, _elapsed_event) if on_gpu else PhaseClock(time.perf_counter, _elapsed_host)
+            _synchronize(self.device)
+            begin = time.perf_counter()
+            self.run(_timing(clock))
+            _synchronize(self.device)
+            walls.append(1000 * (time.perf_counter() - begin))
+            phases.append(clock.totals_ms())
+        return walls, phases
+
+
+def compose_case(case: StepCase) -> DictConfig:
+    """Returns the configuration of a case, on COCO's sizes and classes."""
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        return compose("train", overrides=["data=coco", "data.root=.", "num_classes=80", *case.overrides])
+
+
+def measure_step(step: SyntheticStep, case: StepCase, warmup: int, repeats: int) -> dict[str, Any]:
     """Times steps of a case.
 
     Args:
-        case: what to train on.
-        device: where; kernels and memory are counted on a GPU only.
-        warmup: steps before, where kernels are compiled and chosen.
+        step: of this case.
+        case: what it trains on.
+        warmup: steps before.
         repeats: measured steps.
 
     Returns:
-        A row ready for JSON: `step_ms` (median, p20, p80 of the wall time), `phases_ms` (medians; on a GPU of the times
-        between marks in its queue, which are those of the host where the host is slower), `images_per_s`; on a GPU also
-        `kernels` and `busy_ms` of one step, `peak_gib`, and `largest_batch` by card, extrapolated from two batches.
+        See `describe_samples`; on a GPU also `kernels` and `busy_ms` of one step.
     """
-    step = SyntheticStep(case, device)
-    on_gpu = device.type == "cuda"
-    for _ in range(warmup):
-        step.run(_naming)
-    walls, phases = [], []
-    for _ in range(repeats):
-        clock = PhaseClock(_mark_event, _elapsed_event) if on_gpu else PhaseClock(time.perf_counter, _elapsed_host)
-        _synchronize(device)
-        begin = time.perf_counter()
-        step.run(_timing(clock))
-        _synchronize(device)
-        walls.append(1000 * (time.perf_counter() - begin))
-        phases.append(clock.totals_ms())
-    row: dict[str, Any] = {
+    step.warm_up(warmup)
+    row = describe_samples(case, "triton-detr", step.time(repeats))
+    return row | count_kernels(step) if step.device.type == "cuda" else row
+
+
+def describe_samples(case: StepCase, who: str, samples: Samples) -> dict[str, Any]:
+    """Makes a row ready for JSON of measured steps.
+
+    Args:
+        case: what they trained on.
+        who: whose code it was.
+        samples: at least one step.
+
+    Returns:
+        `step_ms` (median, p20, p80 of the wall time), `phases_ms` (medians; on a GPU of the times between marks in its
+        queue, which are those of the host where the host is slower), `images_per_s`, and the case.
+    """
+    walls, phases = samples
+    return {
+        "who": who,
         "overrides": list(case.overrides),
         "batch": case.batch,
         "size_hw": [case.height, case.width],
@@ -124,16 +172,12 @@ def measure_step(case: StepCase, device: torch.device, warmup: int, repeats: int
         "phases_ms": {phase: percentile([each[phase] for each in phases], 0.5) for phase in PHASES},
         "images_per_s": 1000 * case.batch / percentile(walls, 0.5),
     }
-    if on_gpu:
-        row |= count_kernels(step)
-        row |= _measure_memory(case, step)
-    return row
 
 
 def count_kernels(step: SyntheticStep) -> dict[str, Any]:
     """Returns how many kernels and copies one step launches, and for how long any is at work, by the profiler."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        step.run(_naming)
+        step.run(naming)
         torch.cuda.synchronize()
     on_device = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     intervals = sorted(
@@ -151,58 +195,57 @@ def merged_length(intervals: Sequence[tuple[float, float]]) -> float:
     return total
 
 
-def largest_batch(small: tuple[int, float], large: tuple[int, float], card_gib: float) -> int:
-    """Extrapolates the largest batch that fits a card from the peaks of two batches, pairs (images, GiB)."""
-    per_image = (large[1] - small[1]) / (large[0] - small[0])
-    return int((card_gib - _RESERVE_GIB - (small[1] - small[0] * per_image)) // per_image)
-
-
-def format_step(row: dict[str, Any]) -> str:
+def format_step(row: Mapping[str, Any]) -> str:
     """Returns a row as a line of text."""
     phases = ", ".join(f"{phase} {row['phases_ms'][phase]:.1f}" for phase in PHASES)
     height, width = row["size_hw"]
-    case = f"{' '.join(row['overrides'])} batch {row['batch']} {height}x{width}"
+    case = f"{row['who']} {' '.join(row['overrides'])} batch {row['batch']} {height}x{width}"
     text = f"{case}: {row['step_ms']['median']:.1f} ms ({phases})"
     if "kernels" in row:
-        text += f", {row['kernels']} kernels, GPU busy {row['busy_ms']:.1f} ms, peak {row['peak_gib']:.2f} GiB"
+        text += f", {row['kernels']} kernels, GPU busy {row['busy_ms']:.1f} ms"
+    if "peak_gib" in row:
+        text += f", peak {row['peak_gib']:.2f} GiB"
     return text
 
 
-def _measure_memory(case: StepCase, step: SyntheticStep) -> dict[str, Any]:
-    """Returns the peak of a step, and the batches that would fill each of `CARDS_GIB`."""
-    peak = _peak_gib(step)
-    row: dict[str, Any] = {"peak_gib": peak}
-    if case.batch > 1:
-        half = replace(case, batch=case.batch // 2)
-        step.draw_batch(half)
-        step.run(_naming)
-        fewer = _peak_gib(step)
-        row["largest_batch"] = {
-            str(card): largest_batch((half.batch, fewer), (case.batch, peak), card) for card in CARDS_GIB
-        }
-    return row
+def plot_steps(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draws a bar of phases for each row."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = [f"{row['who']}\n{' '.join(row['overrides'])}, batch {row['batch']}" for row in rows]
+    figure, axis = pyplot.subplots(figsize=(9, 1 + 0.6 * len(rows)))
+    left = [0.0] * len(rows)
+    for phase in PHASES:
+        times = [row["phases_ms"][phase] for row in rows]
+        axis.barh(names, times, left=left, label=phase)
+        left = [begin + more for begin, more in zip(left, times, strict=True)]
+    axis.invert_yaxis()
+    axis.tick_params(axis="y", labelsize=6)
+    axis.set_xlabel("ms of a step")
+    axis.legend(fontsize=8)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
-def _peak_gib(step: SyntheticStep) -> float:
-    torch.cuda.reset_peak_memory_stats()
-    step.run(_naming)
-    return torch.cuda.max_memory_allocated() / _GIB
-
-
-def _draw_batch(case: StepCase, device: torch.device) -> tuple[tuple[Tensor, Tensor], Targets]:
+def draw_batch(case: StepCase) -> tuple[Tensor, Tensor, Targets]:
+    """Draws uint8 images, their padding masks, which are empty, and targets, on the host."""
     generator = torch.Generator().manual_seed(_SEED)
     shape = (case.batch, 3, case.height, case.width)
     images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
     padding_mask = torch.zeros(case.batch, case.height, case.width, dtype=torch.bool)
-    count = case.batch * case.boxes
-    labels = torch.randint(80, (count,), generator=generator)
-    boxes_cxcywh = torch.rand(count, 4, generator=generator) * 0.4 + torch.tensor([0.3, 0.3, 0.05, 0.05])
-    targets = Targets(labels.to(device), boxes_cxcywh.to(device), (case.boxes,) * case.batch)
-    return (images.to(device), padding_mask.to(device)), targets
+    counts = (max(case.boxes, case.dense), *[case.boxes] * (case.batch - 1))
+    labels = torch.randint(80, (sum(counts),), generator=generator)
+    boxes_cxcywh = torch.rand(sum(counts), 4, generator=generator) * 0.4 + torch.tensor([0.3, 0.3, 0.05, 0.05])
+    return images, padding_mask, Targets(labels, boxes_cxcywh, counts)
 
 
 @contextmanager
-def _naming(phase: str) -> Iterator[None]:
+def naming(phase: str) -> Iterator[None]:
     """Names a phase for Nsight Systems and the profiler."""
     with torch.profiler.record_function(phase):
         if torch.cuda.is_available():
@@ -215,7 +258,7 @@ def _naming(phase: str) -> Iterator[None]:
 def _timing(clock: PhaseClock) -> Callable[[str], Any]:
     @contextmanager
     def span(phase: str) -> Iterator[None]:
-        with clock.span(phase), _naming(phase):
+        with clock.span(phase), naming(phase):
             yield
 
     return span

@@ -11,9 +11,11 @@ Each command prints a table and writes its rows as JSON, with GPU, driver, clock
 """
 
 import argparse
+import gc
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
@@ -29,7 +31,9 @@ from parity.inference_benchmark import measure_row as measure_inference
 from parity.peers import find_peers, fused_implementations, fused_reference, own_implementations
 from parity.presets import PRESETS, make_preset_inputs
 from parity.speed import Row, Workload, compare_repeats, format_row, fuse_workload, run_workload
-from parity.step_benchmark import StepCase, format_step, measure_step
+from parity.step_benchmark import SWITCHES, StepCase, SyntheticStep, format_step, measure_step, plot_steps
+from parity.step_memory import CARDS_GIB, find_largest_batch, measure_dense, measure_memory
+from parity.step_peer import compare_steps
 from parity.timing import CudaMeter, CudaStopwatch, measure_copy_bandwidth, measure_device_time, read_gpu_state
 
 SCHEMA = 1
@@ -46,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(
             "--plot needs matplotlib, got none; install it or leave the option out and plot the JSON elsewhere"
         )
+    if options.run is run_step and options.against is not None and options.checkout is None:
+        parser.error("--against official needs --checkout, got none; give the folder of its code")
     if options.run is not run_loader and not torch.cuda.is_available():
         parser.error("a benchmark must run on an NVIDIA GPU, got none; run it on a machine with one")
     options.run(options)
@@ -88,8 +94,14 @@ def build_parser() -> argparse.ArgumentParser:
     step.add_argument("--size", type=parse_size, default="800x1333", help="height x width of the images")
     step.add_argument("--boxes", type=int, default=12, help="targets of each image")
     step.add_argument("--repeats", type=parse_repeats, default="20", help="measured steps")
+    step.add_argument("--switches", action="store_true", help="each of what makes a step fast turned off, a row each")
+    step.add_argument("--against", choices=["official"], help="the official code beside ours, in turn")
+    step.add_argument("--checkout", type=Path, help="folder of the official code")
+    step.add_argument("--dense", type=int, help="also the peak with so many targets in one image")
+    step.add_argument("--largest-batch", type=int, help="also find the largest batch for 24 and 80 GiB, up to this one")
+    step.add_argument("--plot", type=Path, help="picture of the phases (needs matplotlib)")
     step.add_argument("--out", type=Path, help="results file")
-    step.set_defaults(run=run_step, out=Path("results/step.json"), plot=None)
+    step.set_defaults(run=run_step, out=Path("results/step.json"))
 
     loader = commands.add_parser("loader", help="batches of training data")
     loader.add_argument("overrides", nargs="*", help="of train.py, for example data=coco data.root=/path/to/coco")
@@ -150,14 +162,45 @@ def parse_size(text: str) -> tuple[int, int]:
 
 def run_step(options: argparse.Namespace) -> None:
     """Times a training step on random images, for every batch."""
-    rows = []
+    rows: list[Row] = []
+    content = describe_run() | {"rows": rows}
+
+    def report(*found: Row) -> None:
+        for row in found:
+            print(format_step(row), flush=True)
+        rows.extend(found)
+        write_results(options.out, content)
+
+    device = torch.device("cuda")
     for batch in options.batches:
         height, width = options.size
         case = StepCase(tuple(options.overrides), batch, height, width, options.boxes)
-        row = measure_step(case, torch.device("cuda"), warmup=10, repeats=options.repeats)
-        print(format_step(row), flush=True)
-        rows.append(row)
-        write_results(options.out, describe_run() | {"rows": rows})
+        if options.against is not None:
+            report(*compare_steps(case, device, options.checkout, warmup=10, repeats=options.repeats, blocks=4))
+            continue
+        off = SWITCHES.values() if options.switches else ()
+        for extra in ((), *((override,) for override in off), *([tuple(off)] if off else [])):
+            switched = replace(case, overrides=case.overrides + extra)
+            step = SyntheticStep(switched, device)
+            row = measure_step(step, switched, warmup=10, repeats=options.repeats) | measure_memory(switched, step)
+            if options.dense is not None:
+                row |= measure_dense(switched, step, options.dense)
+            report(row)
+            if options.largest_batch is not None:
+                row["largest_batch_found"] = {
+                    str(card): find_largest_batch(switched, step, card, options.largest_batch) for card in CARDS_GIB
+                }
+                write_results(options.out, content)
+            del step
+            free_memory()
+    if options.plot is not None:
+        plot_steps(rows, options.plot)
+
+
+def free_memory() -> None:
+    """Gives back what a detector has left on the GPU."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def run_op(options: argparse.Namespace) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.optimization import AdamWSettings, CosineSchedule, StepSchedule, build_scheduler
+from models.optimization import AdamWSettings, CosineSchedule, StepSchedule, build_scheduler, clip_gradients
 
 SETTINGS = AdamWSettings(
     lr=2e-4,
@@ -76,3 +76,14 @@ def test_cosine_schedule_warms_up_and_ends_near_zero():
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert rates[54] == pytest.approx(0.5)
     assert rates[-1] == pytest.approx(0.5 * (1 + math.cos(math.pi * 0.99)))
+
+
+def test_gradients_of_all_groups_are_clipped_together():
+    model = Toy()
+    optimizer = SETTINGS.build(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 3.0)
+    count = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+    assert clip_gradients(optimizer, 0.5).item() == pytest.approx(3 * math.sqrt(count))
+    assert model.backbone.weight.grad.flatten().tolist() == pytest.approx([0.5 / math.sqrt(count)] * 4)
+    assert model.frozen.grad.item() == 3.0

@@ -1,14 +1,19 @@
+from pathlib import Path
+
 import pytest
 import torch
 
 from parity.step_benchmark import (
     PHASES,
+    SWITCHES,
     StepCase,
     SyntheticStep,
+    compose_case,
+    draw_batch,
     format_step,
-    largest_batch,
     measure_step,
     merged_length,
+    plot_steps,
 )
 
 CASE = StepCase(("model=deformable_detr_tiny", "backbone=resnet18", "op=reference"), 2, 96, 128, 3)
@@ -17,11 +22,12 @@ CASE = StepCase(("model=deformable_detr_tiny", "backbone=resnet18", "op=referenc
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_row_holds_every_phase(precision: str) -> None:
     case = StepCase((*CASE.overrides, f"precision={precision}"), 2, 96, 128, 3)
-    row = measure_step(case, torch.device("cpu"), warmup=0, repeats=2)
+    row = measure_step(SyntheticStep(case, torch.device("cpu")), case, warmup=0, repeats=2)
     assert tuple(row["phases_ms"]) == PHASES
     assert min(row["phases_ms"].values()) > 0
     assert sum(row["phases_ms"].values()) <= 1.5 * row["step_ms"]["p80"]
     assert row["images_per_s"] == pytest.approx(2000 / row["step_ms"]["median"])
+    assert row["who"] == "triton-detr"
     assert f"precision={precision} batch 2 96x128" in format_step(row)
 
 
@@ -43,7 +49,21 @@ def test_busy_time_is_the_union_of_the_kernels() -> None:
     assert merged_length([(0, 2), (1, 3), (1, 2), (5, 6)]) == 4
 
 
-def test_largest_batch_leaves_the_reserve() -> None:
-    # 1 GiB of weights and 2 GiB an image: 24 - 1.5 - 1 holds 10 images.
-    assert largest_batch((2, 5.0), (4, 9.0), 24) == 10
-    assert largest_batch((2, 5.0), (4, 9.0), 80) == 38
+def test_one_image_may_be_crowded() -> None:
+    *_, targets = draw_batch(StepCase((), 3, 8, 8, boxes=2, dense=5))
+    assert targets.counts == (5, 2, 2)
+    assert len(targets.labels) == len(targets.boxes_cxcywh) == 9
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_every_switch_changes_a_setting(switch: str) -> None:
+    on = (*CASE.overrides, "precision=bf16", "cuda_graphs=true")
+    configs = [compose_case(StepCase(overrides, 2, 96, 128, 3)) for overrides in (on, (*on, SWITCHES[switch]))]
+    assert configs[0] != configs[1]
+
+
+def test_bars_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    row = {"who": "triton-detr", "overrides": ["precision=bf16"], "batch": 4, "phases_ms": dict.fromkeys(PHASES, 2.0)}
+    plot_steps([row, row | {"who": "official"}], tmp_path / "step.png")
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")

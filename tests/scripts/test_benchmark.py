@@ -25,6 +25,7 @@ from scripts.benchmark import SCHEMA, build_parser, main, plot_rows, write_resul
         (["sweep", "--batches", "4,0"], "counts must be positive numbers, got '4,0'"),
         (["inference", "--models", "yolo"], "names must be of one_stage, refine, two_stage, dino, got 'yolo'"),
         (["inference", "--size", "800"], "size must be height and width, got '800'"),
+        (["step", "--against", "official"], "--against official needs --checkout, got none"),
         (["loader", "--workers", "-1,2"], "expected one argument"),
         (["loader", "--workers", "two"], "worker counts must be numbers from 0 on, got 'two'"),
         (["variants", "--repeats", "2"], "repeats must be a number from 5 on, got '2'"),
@@ -39,7 +40,7 @@ def test_wrong_arguments_are_refused(arguments: list[str], message: str, capsys:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-@pytest.mark.parametrize("command", ["op", "sweep", "variants", "inference"])
+@pytest.mark.parametrize("command", ["op", "sweep", "variants", "inference", "step"])
 def test_a_machine_without_a_gpu_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([command])
