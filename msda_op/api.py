@@ -79,9 +79,7 @@ def ms_deform_attn(
     from msda_op import registration  # Triton is not installed everywhere, and is imported where it is used
 
     in_fp32, in_order = accumulates_in_fp32(value.dtype, fp32_grad_accum), is_deterministic(deterministic)
-    return registration.forward(
-        value, *tables, sampling_locations, attention_weights, None, *options, in_fp32, in_order
-    )
+    return registration.attend(value, *tables, sampling_locations, attention_weights, None, *options, in_fp32, in_order)
 
 
 def fused_ms_deform_attn(
@@ -157,7 +155,7 @@ def fused_ms_deform_attn(
     from msda_op import registration  # as above
 
     in_fp32, in_order = accumulates_in_fp32(value.dtype, fp32_grad_accum), is_deterministic(deterministic)
-    return registration.forward(
+    return registration.attend(
         value, *tables, sampling_offsets, attention_logits, reference_points, *options, in_fp32, in_order
     )
 

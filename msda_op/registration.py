@@ -5,6 +5,10 @@ Importing this module imports Triton and registers `msda_op::forward`, `msda_op:
 the same three: `points` are sampling locations and `scores` attention weights, or, where `reference_points` are given,
 sampling offsets and attention logits.
 
+A call of a registered op costs the host more than the kernels of a decoder. So `attend`, which is what `msda_op.api`
+calls, takes an autograd function wherever nothing but autograd looks on, and the registered op elsewhere: when PyTorch
+traces, maps or transforms the call. Either way `launch` does the work.
+
 The forward op is traceable: `torch.compile` and export see its kernels. The backward ops are single nodes to them: of a
 traced kernel PyTorch finds out by its code which arguments it writes, and takes an argument for written whose numbers
 decide on an address that atomics add to, or that inline PTX gets to see. It would copy value and locations, and write
@@ -14,11 +18,14 @@ The ops have no autocast rule, on purpose: autocast passes their arguments on as
 be half while the locations stay float32.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from msda_op.options import Options, read_sizes
 from msda_op.triton import launch
@@ -176,15 +183,52 @@ def _(
     return
 
 
+def attend(*arguments: Any) -> Tensor:
+    """Returns what `forward` returns of the same arguments, by the shortest way.
+
+    The two questions to PyTorch that its documentation leaves out are those that `torch.autograd.Function` and
+    PyTorch's own modes ask.
+    """
+    looked_at = (
+        torch.compiler.is_compiling()
+        or is_in_torch_dispatch_mode()
+        or torch._C._are_functorch_transforms_active()
+        or any(isinstance(argument, Tensor) and type(argument) not in _PLAIN_TYPES for argument in arguments[:6])
+    )
+    return forward(*arguments) if looked_at else _Attend.apply(*arguments)
+
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        ctx.save_for_backward(*arguments[:6])
+        ctx.conventions = arguments[6:]
+        return launch.forward(Inputs(*arguments[:6]), Options(*arguments[6:10]))
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        # The registered op knows what to say to those who want a second derivative.
+        return _differentiate(ctx, grad_output, backward if torch.is_grad_enabled() else _run_backward)
+
+
+def _run_backward(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
+    inputs, options, needs = Inputs(*arguments[:6]), Options(*arguments[6:10]), Needs(*arguments[12:])
+    fp32_grad_accum, deterministic = arguments[10:12]
+    return launch.backward(grad_output, inputs, options, fp32_grad_accum, deterministic, needs)
+
+
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:6])
     ctx.conventions = inputs[6:]
 
 
-def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, grad_output: Tensor, run: Callable[..., list[Tensor]]) -> tuple[Tensor | None, ...]:
     needs_value, _, _, *needs_others = ctx.needs_input_grad[:6]
     needs = (needs_value, *needs_others)
-    returned = iter(backward(grad_output, *ctx.saved_tensors, *ctx.conventions, *needs))
+    returned = iter(run(grad_output, *ctx.saved_tensors, *ctx.conventions, *needs))
     grad_value, *others = (next(returned) if needed else None for needed in needs)
     return grad_value, None, None, *others, *(None for _ in ctx.conventions)
 
@@ -196,7 +240,7 @@ def _refuse_second_derivative(ctx: Any, *_: Any) -> None:
     )
 
 
-forward.register_autograd(_differentiate, setup_context=_save_inputs)
+forward.register_autograd(partial(_differentiate, run=backward), setup_context=_save_inputs)
 backward.register_autograd(_refuse_second_derivative)
 
 

@@ -25,16 +25,22 @@ class Launch(NamedTuple):
     num_warps: int
     registers: int | None = None
 
-    def run(self, device_of: Tensor) -> None:
-        """Launches on the device of a tensor, or, while PyTorch traces an op on tensors of its own type, notes it."""
+    def run(self, device_of: Tensor) -> Any:
+        """Launches on the device of a tensor, or, while PyTorch traces an op on tensors of its own type, notes it.
+
+        Returns:
+            The compiled kernel that was launched; None from the interpreter and from a trace.
+        """
+        grid = (self.num_programs,)
         if triton.knobs.runtime.interpret:  # which has no registers
-            self.kernel[(self.num_programs,)](**self.arguments, num_warps=self.num_warps)
-        elif type(device_of) is Tensor:
+            self.kernel[grid](**self.arguments, num_warps=self.num_warps)
+            return None
+        if type(device_of) is Tensor:
             with torch.cuda.device_of(device_of):
-                self.kernel[(self.num_programs,)](**self.arguments, num_warps=self.num_warps, maxnreg=self.registers)
-        else:
-            kernel = torch.library.wrap_triton(_configure(self.kernel, self.num_warps, self.registers))
-            kernel[(self.num_programs,)](**self.arguments)
+                return self.kernel[grid](**self.arguments, num_warps=self.num_warps, maxnreg=self.registers)
+        kernel = torch.library.wrap_triton(_configure(self.kernel, self.num_warps, self.registers))
+        kernel[grid](**self.arguments)
+        return None
 
 
 @lru_cache

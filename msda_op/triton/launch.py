@@ -16,8 +16,9 @@ from msda_op.policy import accumulator_dtype
 from msda_op.triton import hopper
 from msda_op.triton.backward import backward_kernel
 from msda_op.triton.forward import forward_kernel
-from msda_op.triton.hopper.launch import Wanted, prepare_call, run_backward
+from msda_op.triton.hopper import launch as hopper_launch
 from msda_op.triton.kernel_launch import Launch
+from msda_op.triton.launch_memory import describe_call, launch_again, remember
 from msda_op.triton.launch_table import LaunchKey, choose_regime, choose_shape
 from msda_op.triton.plan import KernelPlan, choose_kernels
 from msda_op.triton.sorted_gradient import cell_kernel, gather_kernel
@@ -84,16 +85,21 @@ def _capability_of(tensor: Tensor) -> tuple[int, int] | None:
 
 def forward(inputs: Inputs, options: Options) -> Tensor:
     """Returns `[B, Q, M*D]` in the dtype of `value`; inputs of any strides (copied)."""
-    if _plan_of(inputs, options).forward == "hopper":
-        value, spatial_shapes, _, points, scores, reference_points = inputs
-        tables = _hopper_tables(inputs, options)
-        if reference_points is None:
-            return hopper.forward(value, spatial_shapes, points, scores, **tables)
-        return hopper.fused_forward(value, spatial_shapes, reference_points, points, scores, **tables)
+    call = describe_call(inputs, options)
+    if call is not None:
+        again = launch_again(call, inputs)
+        if again is not None:
+            return again
     sizes = read_sizes(inputs.value, inputs.scores, options.value_layout)
     output = inputs.value.new_empty(sizes.batch, sizes.num_queries, sizes.num_heads * sizes.head_dim)
     if output.numel() > 0:
-        forward_launch(inputs, output, options).run(output)
+        if _plan_of(inputs, options).forward == "hopper":
+            launch = hopper_launch.forward_launch(_hopper_call(inputs, options), output)
+        else:
+            launch = forward_launch(inputs, output, options)
+        compiled = launch.run(output)
+        if call is not None:
+            remember(call, inputs, output, launch, compiled)
     return output
 
 
@@ -117,12 +123,19 @@ def _plan_of(
     )
 
 
+def _hopper_call(inputs: Inputs, options: Options) -> hopper_launch.Call:
+    value, spatial_shapes, level_start_index, points, scores, reference_points = inputs
+    places, offsets = (points, None) if reference_points is None else (reference_points, points)
+    tables = (spatial_shapes, level_start_index)
+    return hopper_launch.prepare_call(value, tables, places, offsets, scores, options.value_layout)
+
+
 def _hopper_tables(inputs: Inputs, options: Options) -> dict[str, Any]:
     return {"level_start_index": inputs.level_start_index, "value_layout": options.value_layout}
 
 
 def forward_launch(inputs: Inputs, output: Tensor, options: Options) -> Launch:
-    """Returns the launch that fills `output`."""
+    """Returns the launch of the plain kernel that fills `output`."""
     sizes = read_sizes(inputs.value, inputs.scores, options.value_layout)
     tile = choose_tile("forward", inputs.value, sizes)
     arguments = {**_tensor_arguments(inputs), "output": output, **_size_arguments(sizes, options, inputs, tile)}
@@ -211,10 +224,10 @@ def accumulate_backward(
     plan = _plan_of(inputs, options, deterministic, buffer.dtype == torch.float32, num_buffers)
     if plan.backward == "hopper":
         assert plan.grad_value != "sorted", "that is how tiles keep an order"
-        tables = (inputs.spatial_shapes, inputs.level_start_index)
-        call = prepare_call(inputs.value, tables, inputs.points, None, inputs.scores, options.value_layout)
-        wanted = Wanted(targets.grad_points, None, targets.grad_scores)
-        run_backward(call, grad_output.to(call.value.dtype), wanted, True, buffer[0], plan.grad_value, deterministic)
+        call = _hopper_call(inputs, options)
+        wanted = hopper_launch.Wanted(targets.grad_points, None, targets.grad_scores)
+        upstream = grad_output.to(call.value.dtype)
+        hopper_launch.run_backward(call, upstream, wanted, True, buffer[0], plan.grad_value, deterministic)
     elif plan.grad_value == "sorted":
         scatter(grad_output, inputs, targets._replace(grad_value=None), options)
         buffer[0].add_(sorted_value_gradient(grad_output, inputs, buffer.dtype, options))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.fx.experimental.proxy_tensor
 from torch import Tensor
 
 from msda_op import fused_ms_deform_attn, ms_deform_attn, registration
@@ -148,6 +149,7 @@ TRACE = """
 import sys
 
 import torch
+import torch.fx.experimental.proxy_tensor
 import triton
 from torch._dynamo.backends.common import aot_autograd
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
@@ -236,3 +238,20 @@ def test_vmap_refuses_mapped_tables() -> None:
     arguments = (value, shapes.expand(3, -1, -1), starts, locations, weights, None, *CONVENTIONS, False)
     with pytest.raises(ValueError, match="map over the others"):
         torch.vmap(registration.forward, (None, 0, *(None,) * 10))(*arguments)
+
+
+def test_eager_calls_do_without_the_registered_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    value, _, _, locations, weights = op_arguments(True)
+    expected = torch.autograd.grad(attend(value, locations, weights).square().sum(), value)
+    monkeypatch.setattr(registration, "forward", None)
+    monkeypatch.setattr(registration, "backward", None)
+    actual = torch.autograd.grad(attend(value, locations, weights).square().sum(), value)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_traces_see_the_registered_op() -> None:
+    value, _, _, locations, weights = op_arguments(False)
+    graph = torch.fx.experimental.proxy_tensor.make_fx(attend)(value, locations, weights).graph
+    assert "msda_op.forward.default" in {str(node.target) for node in graph.nodes}
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        assert isinstance(attend(value, locations, weights), torch._subclasses.FakeTensor)

@@ -68,7 +68,7 @@ def expect_buckets(value_length: int, num_levels: int, num_samples: int) -> int:
 
 
 def choose_sector_bits(value_length: int, num_levels: int, num_samples: int) -> int:
-    """Returns the power of two that is the number of sectors for the counters of an item and head; arguments as above."""
+    """Returns the binary logarithm of the sectors for counters of an item and head; arguments as above."""
     sizes = (value_length, num_levels, num_samples)
     return (max(triton.cdiv(bound_buckets(*sizes), SECTOR.value), expect_buckets(*sizes)) - 1).bit_length()
 
