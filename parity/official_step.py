@@ -103,7 +103,7 @@ class OfficialStep:
 
     def run(self) -> tuple[float, dict[str, float]]:
         """Trains once; returns the wall time and that of the phases, in milliseconds."""
-        marks = []
+        marks: list[tuple[Any, Any]] = []
         self._synchronize()
         begin = time.perf_counter()
         with self._phase(marks), self._autocast():
