@@ -229,7 +229,7 @@ class DeformableTransformer(EncoderDecoder):
         assert class_heads is not None, "the detector sets the heads of a two-stage decoder"
         assert box_heads is not None, "the detector sets the heads of a two-stage decoder"
         anchors, valid = pixel_proposals(levels)
-        features = self.enc_output_norm(self.enc_output(memory.masked_fill(~valid.unsqueeze(-1), 0.0)))
+        features = self.enc_output_norm(self.enc_output(torch.where(valid.unsqueeze(-1), memory, 0.0)))
         with torch.autocast(memory.device.type, enabled=False):
             features = features.float()
             logits = class_heads[-1](features)

@@ -133,7 +133,7 @@ class DinoTransformer(EncoderDecoder):
         Only these have a loss, so that the scores of all are computed without gradients, and their boxes not at all.
         """
         anchors, valid = pixel_proposals(levels)
-        features = self.enc_output_norm(self.enc_output(memory.masked_fill(~valid.unsqueeze(-1), 0.0)))
+        features = self.enc_output_norm(self.enc_output(torch.where(valid.unsqueeze(-1), memory, 0.0)))
         with torch.autocast(memory.device.type, enabled=False):
             features = features.float()
             with torch.no_grad():

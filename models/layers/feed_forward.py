@@ -35,4 +35,5 @@ class _ReluDropout(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (output,) = ctx.saved_tensors
         scale = 0.0 if ctx.probability == 1 else 1 / (1 - ctx.probability)
-        return torch.ops.aten.native_dropout_backward(gradient, output > 0, scale), None
+        # The derivative of scale * elu with alpha 0, from its result: gradient * scale where that is positive, else 0.
+        return torch.ops.aten.elu_backward(gradient, 0.0, scale, 1.0, True, output), None

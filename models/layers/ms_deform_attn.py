@@ -82,7 +82,8 @@ class MSDeformAttn(nn.Module):
             Differentiable in query, reference points and features. Locations and attention weights are float32
             whatever the autocast dtype.
         """
-        value = self.value_proj(features).masked_fill(padding_mask.unsqueeze(-1), 0.0)
+        # One kernel in each direction, where masked_fill copies first.
+        value = torch.where(padding_mask.unsqueeze(-1), 0.0, self.value_proj(features))
         value = value.unflatten(-1, (self.num_heads, -1))
         offsets = self.sampling_offsets(query).unflatten(-1, (self.num_heads, self.num_levels, -1, 2))
         logits = self.attention_weights(query).unflatten(-1, (self.num_heads, -1))
