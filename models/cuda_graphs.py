@@ -170,6 +170,9 @@ class TrainingGraphs:
             rebuilds[:] = [rebuild]
             return outputs
 
+        for parameter in module.parameters():
+            if parameter.grad is not None:  # in a buffer, which warming up writes to, while gradients accumulate
+                parameter.grad = parameter.grad.clone()
         if self._capture is None:
             self._capture = self._make_capture(tensors[0].device)
         recorded = self._capture(flat_region, tensors, module, self._gradients)
@@ -185,7 +188,7 @@ class TrainingGraphs:
         return recorded, rebuilds[0]
 
     def differentiate(self, recorded: RecordedPass, turn: int, gradients: Sequence[Tensor]) -> None:
-        """Runs a backward pass and adds its gradients to those of the parameters.
+        """Runs the backward pass of a turn and adds its gradients to those of the parameters.
 
         Raises:
             RuntimeError: if another pass has run since its forward, in the same memory.

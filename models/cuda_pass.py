@@ -98,7 +98,8 @@ class CudaPass:
     ) -> None:
         """Warms up, which compiles every kernel and fills every cache, and captures.
 
-        Buffers of the module and the state of the random generator are as before afterwards.
+        Buffers of the module and the state of the random generator are as before afterwards; those of the gradients
+        are not.
         """
         self._inputs = shared.inputs_like(inputs)
         self._copy_inputs(inputs)

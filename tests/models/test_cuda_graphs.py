@@ -6,13 +6,19 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from models.criterion import Criterion
 from models.cuda_graphs import TrainingGraphs
 from models.cuda_pass import FlatRegion, GradientBuffers, restoring_buffers
+from models.detector import Detector
 from models.layers.residual_norm import ResidualNorm
+from models.normalization import ImageNormalizer
+from models.optimization import AdamWSettings, StepSchedule
 from models.structures import Detections, DetectorOutput, EncoderProposals, ImageBatch, Targets, take_apart
 
 TARGETS = Targets(torch.tensor([1]), torch.tensor([[0.5, 0.5, 0.2, 0.2]]), (1, 0))
@@ -34,6 +40,9 @@ class EagerPass:
         self.differentiable = [output.requires_grad for output in outputs]
         self._outputs = [output.detach().clone() for output in outputs]
         self.parameters = [parameter for parameter, grad in zip(parameters, found, strict=True) if grad is not None]
+
+        for buffer in gradients.of(self.parameters):
+            buffer.fill_(torch.nan)  # as warming up leaves them: with other numbers
 
     def forward(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         for static, given in zip(self._inputs, inputs, strict=True):
@@ -117,6 +126,15 @@ def test_gradients_add_up_as_backward_adds_them() -> None:
     assert line.slope.grad.item() == 12.0
     assert eager.item() == 10.0
     assert graphs.captures == 1
+
+
+def test_a_capture_leaves_accumulated_gradients_alone() -> None:
+    line, graphs = Line(), make_graphs()
+    for values in ((2.0,), (1.0, 1.0), (3.0,)):
+        line.run(graphs, *values)[0].sum().backward()
+    assert graphs.captures == 2
+    assert line.slope.grad is not None
+    assert line.slope.grad.item() == 7.0
 
 
 def test_a_backward_pass_after_another_forward_pass_is_refused() -> None:
@@ -352,3 +370,54 @@ def test_sizes_share_memory_and_leave_in_turn(make_detector: Callable[..., Any])
     train_on_gpu(model, torch.float32, [make_batch(height) for height in heights])
     assert model.graphs.captures == 3
     assert model.graphs.eager_passes == 14
+
+
+@pytest.mark.gpu
+def test_a_trainer_trains_by_graphs(make_detector: Callable[..., Any], criterion: Criterion) -> None:
+    model = make_detector(True, two_stage=True, backend="triton")
+    model.graphs = TrainingGraphs(enabled=True, max_sizes=2)
+    detector = Detector(
+        model=model,
+        criterion=criterion,
+        normalizer=ImageNormalizer(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225]),
+        optimizer=AdamWSettings(
+            lr=1e-3,
+            backbone_lr=1e-3,
+            slow_factor=0.1,
+            slow_modules=(),
+            backbone_prefix="backbone",
+            weight_decay=0.0,
+            fused=True,
+        ),
+        schedule=StepSchedule(milestones=(9,), gamma=0.1, warmup_steps=0),
+        top_k=10,
+    )
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    trainer = pl.Trainer(
+        accelerator="gpu",
+        devices=1,
+        max_epochs=2,
+        precision="bf16-mixed",
+        gradient_clip_val=0.1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    samples = [
+        {
+            "images": torch.randint(256, (2, 3, height, 64), dtype=torch.uint8),
+            "padding_mask": torch.zeros(2, height, 64, dtype=torch.bool),
+            "labels": torch.tensor([1]),
+            "boxes_cxcywh": torch.tensor([[0.5, 0.5, 0.3, 0.2]]),
+            "num_targets": (1, 0),
+            "image_ids": (0, 1),
+        }
+        for height in (64, 96, 64, 64)
+    ]
+    # Batches pinned by a thread of the loader, while passes are captured.
+    trainer.fit(detector, DataLoader(samples, batch_size=None, num_workers=1, pin_memory=True))
+    assert (model.graphs.captures, model.graphs.eager_passes, trainer.global_step) == (2, 0, 8)
+    parameters = {name: parameter.cpu() for name, parameter in model.named_parameters()}
+    assert [name for name, parameter in parameters.items() if torch.equal(parameter, before[name])] == []
+    assert all(parameter.isfinite().all() for parameter in parameters.values())
