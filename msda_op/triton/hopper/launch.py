@@ -16,7 +16,7 @@ from msda_op.triton.hopper.backward import backward_kernel
 from msda_op.triton.hopper.deterministic import NUM_COLOURS, sort_kernel
 from msda_op.triton.hopper.forward import forward_kernel
 from msda_op.triton.hopper.reduce import reduce_kernel
-from msda_op.triton.hopper.tuning import LaunchShape, Pass, Scatter, choose_launch_shape
+from msda_op.triton.hopper.tuning import REDUCE_REGISTERS, LaunchShape, Pass, Scatter, choose_launch_shape
 from msda_op.triton.kernel_launch import Launch
 
 _PLAN_BLOCK = 64
@@ -353,7 +353,8 @@ def reduce_launch(call: Call, grad_output: Tensor, buckets: Buckets, grad_value:
         "COLOURED": colour is not None,
         **call.strides,
     }
-    return Launch(reduce_kernel, call.planes * buckets.programs * (sizes.head_dim // 32), arguments, num_warps=1)
+    programs = call.planes * buckets.programs * (sizes.head_dim // 32)
+    return Launch(reduce_kernel, programs, arguments, 1, REDUCE_REGISTERS)
 
 
 def sort_launch(call: Call, buckets: Buckets) -> Launch:

@@ -20,7 +20,7 @@ from msda_op.triton.hopper.buckets import count_kernel, plan_kernel, scan_kernel
 from msda_op.triton.hopper.deterministic import sort_kernel
 from msda_op.triton.hopper.forward import forward_kernel
 from msda_op.triton.hopper.reduce import reduce_kernel
-from msda_op.triton.hopper.tuning import LAUNCH_SHAPES
+from msda_op.triton.hopper.tuning import LAUNCH_SHAPES, REDUCE_REGISTERS
 
 tools = Path(triton.__file__).parent / "backends/nvidia/bin"
 report = {}
@@ -83,7 +83,8 @@ for dtype, reference, regime in calls:
 for dtype in ("bf16", "fp16", "fp32"):
     types = {"grad_output": "*" + dtype, "target": "*fp32"}
     for coloured in (True, False):
-        compile_kernel(f"reduce {dtype} {coloured}", reduce_kernel, types, COLOURED=coloured, **sizes)
+        name = f"reduce {dtype} {coloured}"
+        compile_kernel(name, reduce_kernel, types, 1, REDUCE_REGISTERS, COLOURED=coloured, **sizes)
 compile_kernel("plan", plan_kernel, {}, 2, LIMIT=768, BLOCK=64, **sizes)
 compile_kernel("scan", scan_kernel, {}, 4, BLOCK=1024, **sizes)
 compile_kernel("sort", sort_kernel, {"records": "*i64"}, BLOCK=512, **sizes)
@@ -162,3 +163,19 @@ def test_loads_of_the_backward_leave_before_their_first_use(report: dict[str, di
         first_use = next(index for index, instruction in enumerate(sass) if instruction.startswith("HMMA"))
         atomic = next(index for index, instruction in enumerate(sass) if instruction.startswith("ATOMG"))
         assert sum(instruction.startswith("LDG.E.128") for instruction in sass[atomic:first_use]) >= 6
+
+
+def test_loads_of_the_reduction_leave_before_their_first_use(report: dict[str, dict]) -> None:
+    """Those of a step's gradient rows and of the next records; where each waits for its turn, a step takes thrice."""
+    for coloured in (True, False):
+        for dtype in ("bf16", "fp16"):
+            sass = report[f"reduce {dtype} {coloured}"]["sass"]
+            first_use = sass.index(next(instruction for instruction in sass if instruction.startswith("MOVM")))
+            last_product = max(index for index, instruction in enumerate(sass) if instruction.startswith("HMMA"))
+            ahead, behind = sass[:first_use], sass[first_use:last_product]
+            assert sum(instruction.startswith("LDG.E.128") for instruction in ahead) == 4
+            assert not any(instruction.startswith("LDG") for instruction in behind)
+        sass = report[f"reduce fp32 {coloured}"]["sass"]
+        gathers = [index for index, instruction in enumerate(sass) if instruction.startswith("LDG.E.128")]
+        products = [index for index, instruction in enumerate(sass) if instruction.startswith("HMMA")]
+        assert gathers[-1] < products[2]
