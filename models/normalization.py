@@ -44,4 +44,4 @@ class ImageNormalizer(nn.Module):
             The batch, float32, zero in the padding.
         """
         normalised = (images.float() / 255 - self.mean) / self.std
-        return ImageBatch(normalised.masked_fill(padding_mask.unsqueeze(1), 0.0), padding_mask)
+        return ImageBatch(torch.where(padding_mask.unsqueeze(1), 0.0, normalised), padding_mask)

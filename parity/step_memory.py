@@ -17,9 +17,10 @@ _CONTEXT_GIB = 0.7
 
 
 def measure_memory(case: StepCase, step: SyntheticStep) -> dict[str, Any]:
-    """Returns `peak_gib` of a step and, without CUDA graphs, `largest_batch` by card, extrapolated from two batches."""
+    """Returns `peak_gib` of a step, `peak_of` (memory allocated, or with CUDA graphs reserved), and without graphs
+    `largest_batch` by card, extrapolated from two batches."""
     peak = peak_gib(step)
-    row: dict[str, Any] = {"peak_gib": peak}
+    row: dict[str, Any] = {"peak_gib": peak, "peak_of": "reserved" if step.graphed else "allocated"}
     if case.batch > 1 and not step.graphed:
         half = replace(case, batch=case.batch // 2)
         step.draw_batch(half)

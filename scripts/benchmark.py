@@ -94,7 +94,11 @@ def build_parser() -> argparse.ArgumentParser:
     step.add_argument("--size", type=parse_size, default="800x1333", help="height x width of the images")
     step.add_argument("--boxes", type=int, default=12, help="targets of each image")
     step.add_argument("--repeats", type=parse_repeats, default="20", help="measured steps")
-    step.add_argument("--switches", action="store_true", help="each of what makes a step fast turned off, a row each")
+    step.add_argument(
+        "--switches",
+        action="store_true",
+        help="with each of what makes it fast turned off, a row each; pass cuda_graphs=true",
+    )
     step.add_argument("--against", choices=["official"], help="the official code beside ours, in turn")
     step.add_argument("--checkout", type=Path, help="folder of the official code")
     step.add_argument("--dense", type=int, help="also the peak with so many targets in one image")
