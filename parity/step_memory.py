@@ -59,7 +59,13 @@ def estimate_largest_batch(small: tuple[int, float], large: tuple[int, float], c
 
 
 def find_largest_batch(case: StepCase, step: SyntheticStep, card_gib: float, limit: int) -> int:
-    """Finds the largest batch of at most `limit` images that trains in the memory of a card, by trying; 0 for none."""
+    """Finds the largest batch of at most `limit` images that trains in the memory of a card, by trying; 0 for none.
+
+    Raises:
+        ValueError: if the step has CUDA graphs: those of one batch would take the memory of the next.
+    """
+    if step.graphed:
+        raise ValueError("cuda_graphs must be false to find the largest batch, got true; set cuda_graphs=false")
     total = torch.cuda.get_device_properties(step.device).total_memory / _GIB
 
     def fits(batch: int) -> bool:

@@ -102,7 +102,11 @@ def build_parser() -> argparse.ArgumentParser:
     step.add_argument("--against", choices=["official"], help="the official code beside ours, in turn")
     step.add_argument("--checkout", type=Path, help="folder of the official code")
     step.add_argument("--dense", type=int, help="also the peak with so many targets in one image")
-    step.add_argument("--largest-batch", type=int, help="also find the largest batch for 24 and 80 GiB, up to this one")
+    step.add_argument(
+        "--largest-batch",
+        type=int,
+        help="also find the largest batch of 24 and 80 GiB by trying, up to this; without graphs",
+    )
     step.add_argument("--plot", type=Path, help="picture of the phases (needs matplotlib)")
     step.add_argument("--out", type=Path, help="results file")
     step.set_defaults(run=run_step, out=Path("results/step.json"))
@@ -190,7 +194,7 @@ def run_step(options: argparse.Namespace) -> None:
             if options.dense is not None:
                 row |= measure_dense(switched, step, options.dense)
             report(row)
-            if options.largest_batch is not None:
+            if options.largest_batch is not None and not step.graphed:
                 row["largest_batch_found"] = {
                     str(card): find_largest_batch(switched, step, card, options.largest_batch) for card in CARDS_GIB
                 }
