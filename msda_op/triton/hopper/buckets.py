@@ -82,11 +82,9 @@ def plan_level(height, width, level_samples, LIMIT: tl.constexpr):
     """
     rows = tl.maximum(tl.cdiv(height - 1, TILE_H), 1)
     columns = tl.maximum(tl.cdiv(width - 1, TILE_W), 1)
-    samples_of_tile = tl.cdiv(level_samples, rows * columns)
-    splits = 1
-    for _ in range(24):
-        splits = tl.where(samples_of_tile > splits * LIMIT, splits * 2, splits)
-    return rows, columns, splits
+    splits = tl.cdiv(tl.cdiv(level_samples, rows * columns), LIMIT)
+    exponent = ((splits - 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126  # bits of splits - 1; 0 has none
+    return rows, columns, 1 << tl.maximum(exponent, 0)
 
 
 @triton.jit
