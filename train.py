@@ -8,7 +8,7 @@ import hydra
 import lightning.pytorch as pl
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from omegaconf import DictConfig, OmegaConf
 
 from coco.callbacks import CocoEvaluation
@@ -19,6 +19,9 @@ from models.detector import Detector
 from models.divergence import TrainingDiverged
 from models.environment import allow_tf32, silence_dependencies
 from models.preflight import check_resumption, check_run, resolve_checkpoint
+from models.settings import check_numbers
+
+USER_ERRORS = (ValueError, FileNotFoundError, ModuleNotFoundError, MisconfigurationException)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
@@ -26,10 +29,10 @@ def main(cfg: DictConfig) -> float | None:
     """Runs one job; returns the last validation AP, which a sweep can optimise."""
     try:
         detector, datamodule, trainer = build(cfg)
-    except (ValueError, FileNotFoundError) as error:
+    except USER_ERRORS as error:
         sys.exit(f"error: {error}")
     except InstantiationException as error:
-        if not isinstance(error.__cause__, ValueError | FileNotFoundError):
+        if not isinstance(error.__cause__, USER_ERRORS):
             raise
         sys.exit(f"error: {error.__cause__}")
     try:
@@ -53,6 +56,7 @@ def main(cfg: DictConfig) -> float | None:
 def build(cfg: DictConfig) -> tuple[Detector, CocoDataModule, pl.Trainer]:
     """Checks the settings, then makes what a run needs."""
     resolve_checkpoint(cfg)
+    check_numbers(cfg)
     check_run(cfg)
     silence_dependencies()
     allow_tf32(cfg.precision.allow_tf32)

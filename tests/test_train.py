@@ -114,6 +114,8 @@ def test_training_on_two_processes_runs(cache, tmp_path):
         (["op=triton", "data=coco", "data.root=/nowhere"], "op=triton cannot run here"),
         (["backbone.norm=layer"], "norm must be one of"),
         (["data=coco", "data.root=/nowhere"], "/nowhere"),
+        (["data.batch_size=many"], "data.batch_size must be an integer of at least 1, got many"),
+        (["trainer.devices=0"], r"devices=0.* not a valid"),
     ],
 )
 def test_wrong_settings_are_refused_in_a_line(overrides, message, cache, tmp_path):
