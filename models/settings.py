@@ -43,6 +43,7 @@ RANGES = {
     "data.repeat_train": Range(int, 1),
     "data.limit_train": Range(int, 1, optional=True),
     "data.limit_val": Range(int, 1, optional=True),
+    "data.fraction": Range(float, 0, exclusive=True),
     "data.eval_transform.size": Range(int, 1),
     "data.eval_transform.max_size": Range(int, 1),
     "detector.top_k": Range(int, 1),

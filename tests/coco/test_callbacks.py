@@ -66,6 +66,7 @@ def data(synthetic_folder):
         num_workers=0,
         size_divisor=1,
         limit_train=4,
+        fraction=1.0,
         repeat_train=1,
         limit_val=None,
         seed=0,

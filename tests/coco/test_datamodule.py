@@ -3,6 +3,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from coco.datamodule import CocoDataModule, SyntheticDataModule
+from coco.errors import DataError
 from coco.transforms import evaluation_transform, light_augmentation
 
 SETTINGS = {
@@ -11,6 +12,7 @@ SETTINGS = {
     "num_workers": 0,
     "size_divisor": 1,
     "limit_train": None,
+    "fraction": 1.0,
     "repeat_train": 1,
     "limit_val": None,
     "seed": 0,
@@ -55,6 +57,16 @@ def test_training_batches_are_full_and_shuffled_by_seed_and_epoch(build):
 def test_validation_takes_every_image_in_order(build):
     assert ids_of(build().val_dataloader()) == [1, 2, 3, 4, 5, 6, 7]
     assert ids_of(build(limit_val=3).val_dataloader()) == [1, 2, 3]
+
+
+def test_a_fraction_is_taken_of_the_training_images_alone(build):
+    part, tenth = build(fraction=0.5, batch_size=1), build(fraction=0.1, batch_size=1)
+    chosen = set(part.train_dataset._image_ids.tolist())
+    assert 0 < len(chosen) < 24
+    assert set(tenth.train_dataset._image_ids.tolist()) <= chosen
+    assert len(part.val_dataset) == 7
+    with pytest.raises(DataError, match="batch_size must be at most the number of training images"):
+        build(fraction=1e-9).train_dataloader()
 
 
 def test_limit_train_takes_the_first_images(build):

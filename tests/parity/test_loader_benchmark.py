@@ -21,6 +21,7 @@ def data(tmp_path_factory):
         num_workers=0,
         size_divisor=1,
         limit_train=None,
+        fraction=1.0,
         repeat_train=1,
         limit_val=None,
         seed=0,
