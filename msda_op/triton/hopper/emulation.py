@@ -16,6 +16,9 @@ _G, _T = _LANE >> 2, _LANE & 3
 _A_PLACES = ((0, 0), (8, 0), (0, 8), (8, 8))  # (row, column) added to (g, 2t) in the four registers of A
 _C_PLACES = ((0, 0), (0, 1), (8, 0), (8, 1))
 
+# The shared memory of the one warp of a program. A fresh window is full of NaN (in either half format).
+_shared = np.zeros(0, np.uint16)
+
 
 def _array(tensor: Any) -> np.ndarray:
     return tensor.handle.data
@@ -118,28 +121,6 @@ def pack_halves(low: tl.tensor, high: tl.tensor, dtype: Any) -> tl.tensor:
     return _join(_round_to_half(_array(low), dtype), _round_to_half(_array(high), dtype))
 
 
-def _multiply(
-    a_registers: tuple[tl.tensor, ...],
-    b_registers: tuple[tl.tensor, ...],
-    c_registers: tuple[tl.tensor, ...],
-    dtype: Any,
-) -> tuple[tl.tensor, ...]:
-    """Returns the registers of C + A B; an A of two registers, and a B of one, have 8 instead of 16 columns, rows."""
-    warps = _array(c_registers[0]).size // 32
-    a, b, c = np.zeros((warps, 16, 16)), np.zeros((warps, 16, 8)), np.zeros((warps, 16, 8))
-    for register, (row, column) in zip(a_registers, _A_PLACES, strict=False):
-        for half, bits in enumerate(_split(_array(register).reshape(-1, 32))):
-            a[:, _G + row, 2 * _T + column + half] = _widen(bits, dtype)
-    for register, row in zip(b_registers, (0, 8), strict=False):
-        for half, bits in enumerate(_split(_array(register).reshape(-1, 32))):
-            b[:, 2 * _T + row + half, _G] = _widen(bits, dtype)
-    for register, (row, column) in zip(c_registers, _C_PLACES, strict=True):
-        c[:, _G + row, 2 * _T + column] = _array(register).reshape(-1, 32)
-    with np.errstate(invalid="ignore"):
-        product = (c + a @ b).astype(np.float32)
-    return tuple(_tensor(product[:, _G + row, 2 * _T + column].ravel(), tl.float32) for row, column in _C_PLACES)
-
-
 def multiply_matrices(
     a0: tl.tensor,
     a1: tl.tensor,
@@ -153,13 +134,22 @@ def multiply_matrices(
     c3: tl.tensor,
     dtype: Any,
 ) -> tuple[tl.tensor, ...]:
-    return _multiply((a0, a1, a2, a3), (b0, b1), (c0, c1, c2, c3), dtype)
-
-
-def multiply_short_matrices(
-    a0: tl.tensor, a1: tl.tensor, b: tl.tensor, c0: tl.tensor, c1: tl.tensor, c2: tl.tensor, c3: tl.tensor
-) -> tuple[tl.tensor, ...]:
-    return _multiply((a0, a1), (b,), (c0, c1, c2, c3), tl.bfloat16)
+    a_registers = [_array(register).reshape(-1, 32) for register in (a0, a1, a2, a3)]
+    b_registers = [_array(register).reshape(-1, 32) for register in (b0, b1)]
+    c_registers = [_array(register).reshape(-1, 32) for register in (c0, c1, c2, c3)]
+    warps = len(c_registers[0])
+    a, b, c = np.zeros((warps, 16, 16)), np.zeros((warps, 16, 8)), np.zeros((warps, 16, 8))
+    for register, (row, column) in zip(a_registers, _A_PLACES, strict=True):
+        for half, bits in enumerate(_split(register)):
+            a[:, _G + row, 2 * _T + column + half] = _widen(bits, dtype)
+    for register, row in zip(b_registers, (0, 8), strict=True):
+        for half, bits in enumerate(_split(register)):
+            b[:, 2 * _T + row + half, _G] = _widen(bits, dtype)
+    for register, (row, column) in zip(c_registers, _C_PLACES, strict=True):
+        c[:, _G + row, 2 * _T + column] = register
+    with np.errstate(invalid="ignore"):
+        product = (c + a @ b).astype(np.float32)
+    return tuple(_tensor(product[:, _G + row, 2 * _T + column].ravel(), tl.float32) for row, column in _C_PLACES)
 
 
 def multiply_tensor_floats(
@@ -197,3 +187,28 @@ def transpose_matrix(x: tl.tensor) -> tl.tensor:
         matrix[:, _G, 2 * _T + half] = bits
     matrix = matrix.swapaxes(1, 2)
     return _join(matrix[:, _G, 2 * _T].ravel(), matrix[:, _G, 2 * _T + 1].ravel())
+
+
+def allocate_window(lane: tl.tensor) -> tl.tensor:
+    global _shared
+    _shared = np.full(1024, 0x7FFF, np.uint16)
+    return _tensor(np.zeros_like(_array(lane)), tl.int32)
+
+
+def clear_shared(address: tl.tensor) -> None:
+    for start in _array(address) // 2:
+        _shared[start : start + 8] = 0
+
+
+def store_shared(address: tl.tensor, bits: tl.tensor, mask: tl.tensor) -> None:
+    chosen = _array(mask).astype(bool)
+    _shared[_array(address)[chosen] // 2] = (_array(bits)[chosen] & 0xFFFF).astype(np.uint16)
+
+
+def load_matrices(address: tl.tensor) -> tuple[tl.tensor, ...]:
+    rows = _array(address).reshape(4, 8) // 2
+    return tuple(_join(_shared[row[_G] + 2 * _T], _shared[row[_G] + 2 * _T + 1]) for row in rows)
+
+
+def synchronize_warp(lane: tl.tensor) -> None:
+    """Lanes of an array advance together."""

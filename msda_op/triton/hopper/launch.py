@@ -354,7 +354,7 @@ def reduce_launch(call: Call, grad_output: Tensor, buckets: Buckets, grad_value:
         **call.strides,
     }
     programs = call.planes * buckets.programs * (sizes.head_dim // 32)
-    return Launch(reduce_kernel, programs, arguments, 1, REDUCE_REGISTERS)
+    return Launch(reduce_kernel, programs, arguments, 1, REDUCE_REGISTERS[call.value.dtype == torch.float32])
 
 
 def sort_launch(call: Call, buckets: Buckets) -> Launch:

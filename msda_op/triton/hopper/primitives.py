@@ -176,19 +176,6 @@ def multiply_matrices(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3, dtype: tl.constexp
 
 
 @primitive
-def multiply_short_matrices(a0, a1, b, c0, c1, c2, c3):
-    """C[16, 8] + A[16, 8] B[8, 8] over the warp, bfloat16 in, float32 out (HMMA.1688.F32.BF16)."""
-    return tl.inline_asm_elementwise(
-        "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $8, $9, $10};",
-        "=f,=f,=f,=f,r,r,r,f,f,f,f",
-        [a0, a1, b, c0, c1, c2, c3],
-        dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@primitive
 def multiply_tensor_floats(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
     """C[16, 8] + A[16, 8] B[8, 8] over the warp, of the first 11 bits of float32, float32 out (HMMA.1688.F32.TF32)."""
     return tl.inline_asm_elementwise(
@@ -207,4 +194,65 @@ def transpose_matrix(x):
     """Transpose of the 8 x 8 halves of the warp: lane 4g + t holds columns 2t, 2t + 1 of row g (MOVM)."""
     return tl.inline_asm_elementwise(
         "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@primitive
+def allocate_window(lane):
+    """Address of 2 KiB of uninitialised shared memory; for programs of one warp, once a kernel."""
+    return tl.inline_asm_elementwise(
+        "{ .shared .align 128 .b8 msda_window[2048]; .reg .u32 t; mov.u32 t, msda_window; add.u32 $0, t, $1; }",
+        "=r,r",
+        [lane * 0],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@primitive
+def clear_shared(address):
+    """16 bytes of zeros (STS.128)."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .u32 z; mov.u32 z, 0; st.shared.v4.b32 [$1], {z, z, z, z}; mov.u32 $0, 0; }",
+        "=r,r",
+        [address],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@primitive
+def store_shared(address, bits, mask):
+    """The lower 16 of `bits` (STS.U16)."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $3, 0; cvt.u16.u32 h, $2; "
+        "@p st.shared.b16 [$1], h; mov.u32 $0, 0; }",
+        "=r,r,r,r",
+        [address, bits, mask.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@primitive
+def load_matrices(address):
+    """Four 8 x 8 matrices of halves; lane i gives the address of row i & 7 of matrix i >> 3 (LDSM.M88.4)."""
+    return tl.inline_asm_elementwise(
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];",
+        "=r,=r,=r,=r,r",
+        [address],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@primitive
+def synchronize_warp(lane):
+    """Makes what the lanes of a warp stored visible to each other (WARPSYNC)."""
+    return tl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.u32 $0, $1;", "=r,r", [lane], dtype=tl.int32, is_pure=False, pack=1
     )

@@ -37,9 +37,10 @@ LAUNCH_SHAPES: dict[tuple[int, Pass, Regime], LaunchShape] = {
 # reach 40 in the short forward, and its choice for the long backward varies from 72 registers and 2 loads on their way
 # to 156 and 16. With 128 it spills nothing and sends 15 or 16 loads ahead, on Triton 3.6 and 3.8 alike.
 
-# The reduction, of one warp a program: ptxas alone takes 103 registers and sends the loads of a step one after the
-# other, each right before its use, so that a step waits three times for memory. Told 104, it sends all ahead, at once.
-REDUCE_REGISTERS = 104
+# Registers of the reduction, of one warp a program, by whether value is float32. Of halves: as many as ptxas took where
+# the clock was read; more send all loads of a step ahead, of fewer programs, and less spill. Of float32: ptxas alone
+# sends the loads of a step one after the other, each right before its use; told so many, it sends all ahead, at once.
+REDUCE_REGISTERS = {False: 72, True: 104}
 
 # Most pairs of queries (over items and heads) of a regime. Below the first bound the card is not full anyway; a
 # single warp a program then spreads best; above the second a warp hides its loads behind its own next pair.

@@ -10,19 +10,23 @@ from torch import Tensor
 
 from msda_op.triton.hopper.primitives import (
     add_floats4,
+    allocate_window,
+    clear_shared,
     count_bits,
+    load_matrices,
     load_words2,
     load_words4,
     lowest_bit,
     match_any,
     multiply_matrices,
-    multiply_short_matrices,
     multiply_tensor_floats,
     pack_halves,
     shuffle,
     shuffle_xor,
+    store_shared,
     store_words2,
     store_words4,
+    synchronize_warp,
     transpose_matrix,
 )
 
@@ -163,55 +167,6 @@ def test_matrix_product_on_its_fragments(dtype: torch.dtype) -> None:
 
 
 @triton.jit
-def multiply_short_kernel(a, b, c, target):
-    lane = tl.arange(0, 32)
-    a0, a1 = load_words2(a + lane * 2)
-    c0 = tl.load(c + lane * 4)
-    c1 = tl.load(c + lane * 4 + 1)
-    c2 = tl.load(c + lane * 4 + 2)
-    c3 = tl.load(c + lane * 4 + 3)
-    d0, d1, d2, d3 = multiply_short_matrices(a0, a1, tl.load(b + lane), c0, c1, c2, c3)
-    tl.store(target + lane * 4, d0)
-    tl.store(target + lane * 4 + 1, d1)
-    tl.store(target + lane * 4 + 2, d2)
-    tl.store(target + lane * 4 + 3, d3)
-
-
-def test_short_matrix_product_on_its_fragments() -> None:
-    a, b = halves(16, 8, dtype=torch.bfloat16), halves(8, 8, dtype=torch.bfloat16, seed=1)
-    c = halves(16, 8, dtype=torch.float32, seed=2)
-    blocks_of_a = a.view(2, 8, 4, 2).permute(1, 2, 0, 3).contiguous()  # row, t, lower, pair
-    blocks_of_b = b.view(4, 2, 8).permute(2, 0, 1).contiguous()  # column, t, pair
-    blocks_of_c = c.view(2, 8, 4, 2).permute(1, 2, 0, 3).contiguous()  # row, t, lower, pair
-    target = torch.empty(8, 4, 2, 2, device=DEVICE)
-    multiply_short_kernel[(1,)](
-        blocks_of_a.view(torch.int32), blocks_of_b.view(torch.int32), blocks_of_c, target, num_warps=1
-    )
-    actual = target.permute(2, 0, 1, 3).reshape(16, 8)
-    torch.testing.assert_close(actual.double(), a.double() @ b.double() + c.double(), rtol=0, atol=1e-5)
-
-
-def test_short_products_pick_numbers_without_loss() -> None:
-    """What the reduction asks of it: halves of 16-bit integers, times 1/2048 and less up to 8, come out exact."""
-    numbers = torch.randint(0, 9 * 2048, (8,), generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.float32)
-    high = (numbers.view(torch.int32) & -65536).view(torch.float32)
-    b = torch.zeros(8, 8, dtype=torch.bfloat16, device=DEVICE)
-    b[0], b[1] = high, numbers - high
-    a = torch.zeros(16, 8, dtype=torch.bfloat16, device=DEVICE)
-    a[:, :2] = 1 / 2048
-    c = -1.0 - torch.arange(16, device=DEVICE, dtype=torch.float32)[:, None] % 8 + torch.zeros(8, device=DEVICE)
-    target = torch.empty(8, 4, 2, 2, device=DEVICE)
-    multiply_short_kernel[(1,)](
-        a.view(2, 8, 4, 2).permute(1, 2, 0, 3).contiguous().view(torch.int32),
-        b.view(4, 2, 8).permute(2, 0, 1).contiguous().view(torch.int32),
-        c.view(2, 8, 4, 2).permute(1, 2, 0, 3).contiguous(),
-        target,
-        num_warps=1,
-    )
-    assert torch.equal(target.permute(2, 0, 1, 3).reshape(16, 8), numbers / 2048 + c)
-
-
-@triton.jit
 def multiply_floats_kernel(a, b, c, target):
     lane = tl.arange(0, 32)
     a0, a1, a2, a3 = load_words4(a + lane * 4)
@@ -255,3 +210,30 @@ def test_transpose() -> None:
     target = torch.empty(32, dtype=torch.int32, device=DEVICE)
     transpose_kernel[(1,)](matrix.view(torch.int32), target, num_warps=1)
     assert torch.equal(target.view(torch.float16).view(8, 8), matrix.T)
+
+
+@triton.jit
+def shared_kernel(bits, target):
+    lane = tl.arange(0, 32)
+    window = allocate_window(lane)
+    for row in tl.static_range(4):
+        clear_shared(window + row * 512 + lane * 16)
+    synchronize_warp(lane)
+    # Lane i writes one number into row i of four 8 x 8 matrices of 16-byte rows, at column i % 8; odd lanes do not.
+    store_shared(window + lane * 16 + (lane & 7) * 2, tl.load(bits + lane), (lane & 1) == 0)
+    synchronize_warp(lane)
+    m0, m1, m2, m3 = load_matrices(window + lane * 16)
+    tl.store(target + lane, m0)
+    tl.store(target + 32 + lane, m1)
+    tl.store(target + 64 + lane, m2)
+    tl.store(target + 96 + lane, m3)
+
+
+def test_shared_window_is_cleared_written_under_a_mask_and_read_as_matrices() -> None:
+    bits = words(32)
+    target = torch.empty(4, 32, dtype=torch.int32, device=DEVICE)
+    shared_kernel[(1,)](bits, target, num_warps=1)
+    expected = torch.zeros(32, 8, dtype=torch.int16, device=DEVICE)
+    for lane in range(0, 32, 2):
+        expected[lane, lane % 8] = (bits[lane] & 0xFFFF).to(torch.int16)
+    assert torch.equal(target.view(torch.int16).view(32, 8), expected)
