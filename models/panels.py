@@ -113,7 +113,7 @@ class RunPanels(Callback):
             epochs = trainer.max_epochs or -1
             more = f"trainer.max_epochs={2 * epochs}" if epochs > 0 else f"trainer.max_steps={2 * trainer.max_steps}"
             rows["predict"] = f"python -m scripts.predict IMAGES --model {_shown(shown)}"
-            rows["export"] = f"python -m scripts.export ckpt={_shown(shown)} export=onnx out=detector"
+            rows["export"] = f"python -m scripts.export ckpt={_shown(shown)} format=onnx out=detector"
             rows["train on"] = f"python train.py [the same settings] ckpt_path={_shown(last)} {more}"
         _print_panel("done", rows)
 

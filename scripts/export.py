@@ -1,8 +1,8 @@
 """Turns a checkpoint into an artefact for detection: `python -m scripts.export ckpt=... [group=option] [key=value]`.
 
-    python -m scripts.export ckpt=runs/<run>/checkpoints/best.ckpt export=cuda_graph precision=bf16
-    python -m scripts.export ckpt=runs/<run>/checkpoints/best.ckpt export=aoti buckets=[[800,1333],[1333,800]]
-    python -m scripts.export ckpt=runs/<run>/checkpoints/best.ckpt export=onnx out=artefacts/detector
+    python -m scripts.export ckpt=runs/<run>/checkpoints/best.ckpt format=cuda_graph precision=bf16
+    python -m scripts.export ckpt=runs/<run>/checkpoints/best.ckpt format=aoti buckets=[[800,1333],[1333,800]]
+    python -m scripts.export ckpt=runs/<run>/checkpoints/best.ckpt format=onnx out=artefacts/detector
 
 Every artefact carries a certificate: how far its programs are from the eager detector. `configs/export.yaml` explains
 all keys.
@@ -47,7 +47,7 @@ def run_export(cfg: DictConfig) -> None:
         ValueError: if settings, weights and machine do not fit together, or a program does not keep the tolerance.
     """
     precision = Precision.from_config(cfg.precision)
-    writer = instantiate(cfg.export.writer)
+    writer = instantiate(cfg.format.writer)
     source = _find_source(cfg)
     folder = Path(cfg.out)
     manifest = export_detector(

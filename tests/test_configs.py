@@ -19,7 +19,7 @@ COCO_ROOT = "data.root=/path/to/coco"
 def composed(*overrides: str) -> DictConfig:
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         groups = {override.split("=")[0] for override in overrides}
-        name = next((name for name in ("parity", "export") if name in groups), "train")
+        name = "parity" if "parity" in groups else "export" if "format" in groups else "train"
         cfg = compose(name, overrides=list(overrides), return_hydra_config=True)
     HydraConfig.instance().set_config(cfg)
     OmegaConf.set_struct(cfg, False)
@@ -58,8 +58,8 @@ def test_option_instantiates(option, tmp_path):
         assert instantiate(cfg[name]) is not None
     for callback in cfg.callbacks.values():
         assert callback is None or instantiate(callback) is not None
-    if option.startswith("export=") and option != "export=cuda_graph":
-        assert instantiate(cfg.export.writer).name == cfg.export.format
+    if option.startswith("format=") and option != "format=cuda_graph":
+        assert instantiate(cfg.format.writer).name == cfg.format.name
     if option.startswith("trainer=") and option not in ("trainer=gpu", "trainer=ddp", "trainer=fsdp"):
         assert instantiate(cfg.trainer).max_epochs == cfg.trainer.max_epochs
 

@@ -4,6 +4,8 @@ import csv
 import json
 import os
 import signal
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -154,12 +156,24 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(whole, cache, tmp_path, act
     assert rows_of(tmp_path) == rows_of(whole)
 
 
+KILLED_AT_STEP_3 = """
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+import torch
+sys.path.insert(0, "")
+spec = spec_from_file_location("resuming", sys.argv[1])
+module = module_from_spec(spec)
+spec.loader.exec_module(module)
+torch.set_num_threads(1)
+module.fit(Path(sys.argv[2]), Path(sys.argv[3]), "ema=exponential", action=module.kill, step=3)
+"""
+
+
 def test_a_run_killed_by_the_system_goes_on(whole, cache, tmp_path):
-    child = os.fork()
-    if child == 0:
-        fit(tmp_path, cache, "ema=exponential", action=kill, step=3)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    # A process of its own: one that has differentiated in threads can't do so again after a fork.
+    command = [sys.executable, "-c", KILLED_AT_STEP_3, __file__, str(tmp_path), str(cache)]
+    assert subprocess.run(command, cwd=CONFIGS.parent).returncode == -signal.SIGKILL
     assert checkpoint_of(tmp_path)["global_step"] == 2
     fit(tmp_path, cache, "ema=exponential", "ckpt_path=auto")
     assert differences(tmp_path, whole) == []

@@ -277,7 +277,7 @@ class CudaGraphFormat:
             ValueError: if there is none.
         """
         if not torch.cuda.is_available():
-            raise ValueError("export=cuda_graph must run on an NVIDIA GPU, got none; set export=onnx or export=aoti")
+            raise ValueError("format=cuda_graph must run on an NVIDIA GPU, got none; set format=onnx or format=aoti")
         return torch.device("cuda")
 
     def check(self, precision: Precision, backend: str) -> None:

@@ -85,7 +85,7 @@ def photos(tmp_path):
 def test_an_artefact_finds_what_its_checkpoint_finds(workspace, predict):
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package)
-    exported = run(workspace, "-m", "scripts.export", "ckpt=last.ckpt", "export=onnx", "out=onnx")
+    exported = run(workspace, "-m", "scripts.export", "ckpt=last.ckpt", "format=onnx", "out=onnx")
     assert exported.returncode == 0, exported.stderr
     assert "bucket 64x64 against eager fp32: " in exported.stdout
     (annotations,) = workspace.glob("synthetic/*/annotations/instances_val.json")
@@ -186,7 +186,7 @@ def test_odd_images_are_survived(predict, tmp_path):
 def test_wrong_exports_are_refused(workspace, monkeypatch, overrides, message):
     monkeypatch.chdir(workspace)
     with pytest.raises(ValueError, match=message):
-        export(workspace, "export=onnx", *overrides)
+        export(workspace, "format=onnx", *overrides)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -194,14 +194,14 @@ def test_graphs_need_a_gpu_and_an_error_is_a_line(workspace):
     result = run(workspace, "-m", "scripts.export", "ckpt=last.ckpt")
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
-    assert result.stderr.splitlines()[-1].startswith("error: export=cuda_graph must run on an NVIDIA GPU, got none")
+    assert result.stderr.splitlines()[-1].startswith("error: format=cuda_graph must run on an NVIDIA GPU, got none")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "precision"), [("cuda_graph", "bf16"), ("cuda_graph", "fp32"), ("aoti", "fp32")])
 def test_artefacts_of_a_gpu_find_what_the_checkpoint_finds(workspace, predict, name, precision):
     out = f"{name}_{precision}"
-    options = [f"export={name}", f"precision={precision}", f"out={out}", "batch_size=2"]
+    options = [f"format={name}", f"precision={precision}", f"out={out}", "batch_size=2"]
     exported = run(workspace, "-m", "scripts.export", "ckpt=last.ckpt", *options)
     assert exported.returncode == 0, exported.stderr
     (images,) = workspace.glob("synthetic/*/val")
