@@ -29,16 +29,18 @@ def package_versions() -> dict[str, str]:
 def source_commit() -> dict[str, Any]:
     """Returns the checkout's commit and whether files differ from it.
 
-    Outside a git checkout (a copy on a cluster, say) the commit is what the environment variable TRITON_DETR_COMMIT
-    says, None without it, and `dirty` is None.
+    For a copy of the sources outside its checkout (on a cluster, say) the environment variable TRITON_DETR_COMMIT tells
+    the commit, and `dirty` is None; without it both are.
     """
+    if told := os.environ.get("TRITON_DETR_COMMIT"):
+        return {"commit": told, "dirty": None}
     root = Path(__file__).resolve().parent.parent
     git = ["git", "-C", str(root)]
     try:
         commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
         status = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
     except (FileNotFoundError, subprocess.CalledProcessError):
-        return {"commit": os.environ.get("TRITON_DETR_COMMIT"), "dirty": None}
+        return {"commit": None, "dirty": None}
     return {"commit": commit, "dirty": bool(status.strip())}
 
 

@@ -46,15 +46,15 @@ def test_command_names_no_folder_of_the_machine(monkeypatch, spec, expected):
     assert running_command() == expected
 
 
-def test_commit_comes_from_the_environment_outside_a_checkout(monkeypatch):
+def test_a_copy_of_the_sources_is_told_its_commit(monkeypatch):
     def no_git(*args, **kwargs):
         raise FileNotFoundError("git")
 
-    monkeypatch.setattr(subprocess, "run", no_git)
-    monkeypatch.delenv("TRITON_DETR_COMMIT", raising=False)
-    assert source_commit() == {"commit": None, "dirty": None}
     monkeypatch.setenv("TRITON_DETR_COMMIT", "abc123")
     assert source_commit() == {"commit": "abc123", "dirty": None}
+    monkeypatch.delenv("TRITON_DETR_COMMIT")
+    monkeypatch.setattr(subprocess, "run", no_git)
+    assert source_commit() == {"commit": None, "dirty": None}
 
 
 def test_only_the_listed_messages_are_silenced(caplog):
