@@ -4,7 +4,7 @@ from torch import Tensor
 
 from msda_op import compat
 from msda_op.backends import resolve_backend
-from msda_op.levels import LevelStarts, SpatialShapes, device_tables, read_shapes
+from msda_op.levels import LevelStarts, SpatialShapes, device_tables, may_be_thin, read_shapes
 from msda_op.locations import sampling_locations_from_offsets
 from msda_op.options import Options, value_as_blnc
 from msda_op.policy import accumulates_in_fp32, is_deterministic
@@ -79,7 +79,8 @@ def ms_deform_attn(
     from msda_op import registration  # Triton is not installed everywhere, and is imported where it is used
 
     in_fp32, in_order = accumulates_in_fp32(value.dtype, fp32_grad_accum), is_deterministic(deterministic)
-    return registration.attend(value, *tables, sampling_locations, attention_weights, None, *options, in_fp32, in_order)
+    conventions = (may_be_thin(spatial_shapes), *options, in_fp32, in_order)
+    return registration.attend(value, *tables, sampling_locations, attention_weights, None, *conventions)
 
 
 def fused_ms_deform_attn(
@@ -155,9 +156,8 @@ def fused_ms_deform_attn(
     from msda_op import registration  # as above
 
     in_fp32, in_order = accumulates_in_fp32(value.dtype, fp32_grad_accum), is_deterministic(deterministic)
-    return registration.attend(
-        value, *tables, sampling_offsets, attention_logits, reference_points, *options, in_fp32, in_order
-    )
+    conventions = (may_be_thin(spatial_shapes), *options, in_fp32, in_order)
+    return registration.attend(value, *tables, sampling_offsets, attention_logits, reference_points, *conventions)
 
 
 def split_levels(attention_logits: Tensor, sampling_offsets: Tensor) -> Tensor:

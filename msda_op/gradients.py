@@ -9,7 +9,7 @@ from torch import Tensor
 
 from msda_op.api import ms_deform_attn
 from msda_op.backends import resolve_backend
-from msda_op.levels import LevelStarts, SpatialShapes, device_tables
+from msda_op.levels import LevelStarts, SpatialShapes, device_tables, may_be_thin
 from msda_op.options import Options, read_sizes
 from msda_op.policy import accumulator_dtype, is_deterministic
 from msda_op.validation import check_sample_sizes, validate_inputs
@@ -103,7 +103,7 @@ def ms_deform_attn_backward(
         check_sample_sizes(value=value, sampling_locations=sampling_locations)
         tables = device_tables(spatial_shapes, level_start_index, value.device)
         inputs = (value, *tables, sampling_locations, attention_weights)
-        others = _by_kernels(buffer, grad_output, inputs, options, in_order, needs)
+        others = _by_kernels(buffer, grad_output, inputs, may_be_thin(spatial_shapes), options, in_order, needs)
     else:
 
         def op(value: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
@@ -127,20 +127,22 @@ def _by_kernels(
     buffer: Tensor | None,
     grad_output: Tensor,
     inputs: tuple[Tensor, ...],
+    thin_levels: bool,
     options: Options,
     in_order: bool,
     needs: tuple[bool, bool],
 ) -> list[Tensor]:
     from msda_op import registration  # Triton is not installed everywhere, and is imported where it is used
 
+    conventions = (thin_levels, *options)
     if buffer is None:
-        return registration.backward(grad_output, *inputs, None, *options, True, in_order, False, *needs, False)
+        return registration.backward(grad_output, *inputs, None, *conventions, True, in_order, False, *needs, False)
     _, _, _, *differentiable = inputs
     targets = [
         torch.empty_like(tensor, memory_format=torch.contiguous_format) if needed else None
         for tensor, needed in zip(differentiable, needs, strict=True)
     ]
-    registration.accumulate_backward(buffer, *targets, grad_output, *inputs, *options, in_order)
+    registration.accumulate_backward(buffer, *targets, grad_output, *inputs, *conventions, in_order)
     return [target for target in targets if target is not None]
 
 

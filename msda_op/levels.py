@@ -37,6 +37,11 @@ def read_starts(level_start_index: Tensor | Sequence[int]) -> tuple[int, ...]:
     return tuple(int(start) for start in rows)
 
 
+def may_be_thin(spatial_shapes: SpatialShapes) -> bool:
+    """Tells whether a level may have a single row or column: of tensors, which are not read, it may."""
+    return isinstance(spatial_shapes, Tensor) or any(h == 1 or w == 1 for h, w in spatial_shapes)
+
+
 def device_tables(
     spatial_shapes: SpatialShapes, level_start_index: LevelStarts, device: torch.device
 ) -> tuple[Tensor, Tensor]:

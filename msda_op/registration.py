@@ -43,6 +43,7 @@ def forward(
     points: Tensor,
     scores: Tensor,
     reference_points: Tensor | None,
+    thin_levels: bool,
     padding_mode: str,
     align_corners: bool,
     value_layout: str,
@@ -50,9 +51,12 @@ def forward(
     fp32_grad_accum: bool,
     deterministic: bool,
 ) -> Tensor:
-    """Forward kernel as an op; the last two arguments are for its gradient."""
+    """Forward kernel as an op; the last two arguments are for its gradient.
+
+    `thin_levels` says whether levels may have a single row or column; kernels that are told that none has save work.
+    """
     inputs = Inputs(value, spatial_shapes, level_start_index, points, scores, reference_points)
-    return launch.forward(inputs, Options(padding_mode, align_corners, value_layout, points_layout))
+    return launch.forward(inputs, Options(padding_mode, align_corners, value_layout, points_layout), thin_levels)
 
 
 @forward.register_fake
@@ -63,6 +67,7 @@ def _(
     points: Tensor,
     scores: Tensor,
     reference_points: Tensor | None,
+    thin_levels: bool,
     padding_mode: str,
     align_corners: bool,
     value_layout: str,
@@ -83,6 +88,7 @@ def backward(
     points: Tensor,
     scores: Tensor,
     reference_points: Tensor | None,
+    thin_levels: bool,
     padding_mode: str,
     align_corners: bool,
     value_layout: str,
@@ -99,6 +105,7 @@ def backward(
         grad_output,
         Inputs(value, spatial_shapes, level_start_index, points, scores, reference_points),
         Options(padding_mode, align_corners, value_layout, points_layout),
+        thin_levels,
         fp32_grad_accum,
         deterministic,
         Needs(needs_value, needs_points, needs_scores, needs_reference_points),
@@ -114,6 +121,7 @@ def _(
     points: Tensor,
     scores: Tensor,
     reference_points: Tensor | None,
+    thin_levels: bool,
     padding_mode: str,
     align_corners: bool,
     value_layout: str,
@@ -147,6 +155,7 @@ def accumulate_backward(
     level_start_index: Tensor,
     sampling_locations: Tensor,
     attention_weights: Tensor,
+    thin_levels: bool,
     padding_mode: str,
     align_corners: bool,
     value_layout: str,
@@ -158,6 +167,7 @@ def accumulate_backward(
         grad_output,
         Inputs(value, spatial_shapes, level_start_index, sampling_locations, attention_weights, None),
         Options(padding_mode, align_corners, value_layout, sampling_locations_layout),
+        thin_levels,
         deterministic,
         launch.Targets(grad_value_buffer, grad_locations, grad_weights, None),
     )
@@ -174,6 +184,7 @@ def _(
     level_start_index: Tensor,
     sampling_locations: Tensor,
     attention_weights: Tensor,
+    thin_levels: bool,
     padding_mode: str,
     align_corners: bool,
     value_layout: str,
@@ -206,7 +217,7 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         ctx.save_for_backward(*arguments[:6])
         ctx.conventions = arguments[6:]
-        return launch.forward(Inputs(*arguments[:6]), Options(*arguments[6:10]))
+        return launch.forward(Inputs(*arguments[:6]), Options(*arguments[7:11]), arguments[6])
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -215,9 +226,9 @@ class _Attend(torch.autograd.Function):
 
 
 def _run_backward(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
-    inputs, options, needs = Inputs(*arguments[:6]), Options(*arguments[6:10]), Needs(*arguments[12:])
-    fp32_grad_accum, deterministic = arguments[10:12]
-    return launch.backward(grad_output, inputs, options, fp32_grad_accum, deterministic, needs)
+    thin_levels, *options, fp32_grad_accum, deterministic = arguments[6:13]
+    inputs, needs = Inputs(*arguments[:6]), Needs(*arguments[13:])
+    return launch.backward(grad_output, inputs, Options(*options), thin_levels, fp32_grad_accum, deterministic, needs)
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

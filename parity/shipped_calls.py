@@ -91,7 +91,7 @@ def _common_calls(preset: Preset, dtype_name: str, dtype: torch.dtype) -> Iterat
         return
     yield from _pass_calls(f"{name} fused", preset, dtype, 2, [_TRAINING, _REFINING])
     grad_output, inputs = unallocated_inputs(preset, dtype)
-    run = partial(launch.backward, grad_output, inputs, DEFAULT_OPTIONS, True, True, _TRAINING)
+    run = partial(launch.backward, grad_output, inputs, DEFAULT_OPTIONS, False, True, True, _TRAINING)
     yield ShippedCall(f"{name} deterministic backward", preset.head_dim, True, run)
 
 
@@ -113,10 +113,10 @@ def _pass_calls(
 ) -> Iterator[ShippedCall]:
     """Yields a forward pass, and a backward pass for each set of gradients; fused where there are coordinates."""
     grad_output, inputs = unallocated_inputs(preset, dtype, num_coordinates, options)
-    yield ShippedCall(f"{name} forward", preset.head_dim, True, partial(launch.forward, inputs, options))
+    yield ShippedCall(f"{name} forward", preset.head_dim, True, partial(launch.forward, inputs, options, False))
     for needs in gradient_sets:
         asked = "+".join(word for word, needed in needs._asdict().items() if needed)
-        run = partial(launch.backward, grad_output, inputs, options, True, False, needs)
+        run = partial(launch.backward, grad_output, inputs, options, False, True, False, needs)
         yield ShippedCall(f"{name} backward {asked}", preset.head_dim, True, run)
 
 
@@ -124,11 +124,11 @@ def _accumulation_calls(preset: Preset) -> Iterator[ShippedCall]:
     """Yields the ways to add the gradient of value up that a caller has to ask for."""
     for dtype_name in ("bf16", "fp16"):
         grad_output, inputs = unallocated_inputs(preset, DTYPES[dtype_name])
-        half = partial(launch.backward, grad_output, inputs, DEFAULT_OPTIONS, False, False, _TRAINING)
+        half = partial(launch.backward, grad_output, inputs, DEFAULT_OPTIONS, False, False, False, _TRAINING)
         yield ShippedCall(f"{preset.name} {dtype_name} backward half atomics", preset.head_dim, False, half)
     buffers = _empty(4, *inputs.value.shape, dtype=torch.float32)
     targets = Targets(buffers, torch.empty_like(inputs.points), torch.empty_like(inputs.scores), None)
-    into_buffers = partial(launch.accumulate_backward, grad_output, inputs, DEFAULT_OPTIONS, False, targets)
+    into_buffers = partial(launch.accumulate_backward, grad_output, inputs, DEFAULT_OPTIONS, False, False, targets)
     yield ShippedCall(f"{preset.name} fp16 backward into four buffers", preset.head_dim, True, into_buffers)
 
 
@@ -167,10 +167,13 @@ def _ways_of_hopper(
 ) -> Iterator[ShippedCall]:
     """Yields a forward pass, and backward passes with a frozen value and in a fixed order beside the common one."""
     grad_output, inputs = unallocated_inputs(preset, dtype, num_coordinates, options)
-    backward = partial(launch.backward, grad_output, inputs, options, True)
+    backward = partial(launch.backward, grad_output, inputs, options, False, True)
+    thin = partial(launch.backward, grad_output, inputs, options, True, True)
     runs: dict[str, Callable[[], Any]] = {
-        "forward": partial(launch.forward, inputs, options),
+        "forward": partial(launch.forward, inputs, options, False),
+        "forward of thin levels": partial(launch.forward, inputs, options, True),
         "backward": partial(backward, False, _TRAINING),
+        "backward of thin levels": partial(thin, False, _TRAINING),
         "backward of a frozen value": partial(backward, False, _FROZEN_VALUE),
         "deterministic backward": partial(backward, True, _TRAINING),
     }

@@ -83,9 +83,15 @@ def _capability_of(tensor: Tensor) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else None
 
 
-def forward(inputs: Inputs, options: Options) -> Tensor:
-    """Returns `[B, Q, M*D]` in the dtype of `value`; inputs of any strides (copied)."""
-    call = describe_call(inputs, options)
+def forward(inputs: Inputs, options: Options, thin_levels: bool) -> Tensor:
+    """Returns `[B, Q, M*D]` in the dtype of `value`; inputs of any strides (copied).
+
+    Args:
+        inputs: of the pass.
+        options: conventions and layouts.
+        thin_levels: whether levels may have a single row or column, which some kernels take at an extra cost.
+    """
+    call = describe_call(inputs, (options, thin_levels))
     if call is not None:
         again = launch_again(call, inputs)
         if again is not None:
@@ -94,7 +100,7 @@ def forward(inputs: Inputs, options: Options) -> Tensor:
     output = inputs.value.new_empty(sizes.batch, sizes.num_queries, sizes.num_heads * sizes.head_dim)
     if output.numel() > 0:
         if _plan_of(inputs, options).forward == "hopper":
-            launch = hopper_launch.forward_launch(_hopper_call(inputs, options), output)
+            launch = hopper_launch.forward_launch(_hopper_call(inputs, options, thin_levels), output)
         else:
             launch = forward_launch(inputs, output, options)
         compiled = launch.run(output)
@@ -123,15 +129,11 @@ def _plan_of(
     )
 
 
-def _hopper_call(inputs: Inputs, options: Options) -> hopper_launch.Call:
+def _hopper_call(inputs: Inputs, options: Options, thin_levels: bool) -> hopper_launch.Call:
     value, spatial_shapes, level_start_index, points, scores, reference_points = inputs
     places, offsets = (points, None) if reference_points is None else (reference_points, points)
     tables = (spatial_shapes, level_start_index)
-    return hopper_launch.prepare_call(value, tables, places, offsets, scores, options.value_layout)
-
-
-def _hopper_tables(inputs: Inputs, options: Options) -> dict[str, Any]:
-    return {"level_start_index": inputs.level_start_index, "value_layout": options.value_layout}
+    return hopper_launch.prepare_call(value, tables, places, offsets, scores, options.value_layout, thin_levels)
 
 
 def forward_launch(inputs: Inputs, output: Tensor, options: Options) -> Launch:
@@ -143,22 +145,40 @@ def forward_launch(inputs: Inputs, output: Tensor, options: Options) -> Launch:
 
 
 def backward(
-    grad_output: Tensor, inputs: Inputs, options: Options, fp32_grad_accum: bool, deterministic: bool, needs: Needs
+    grad_output: Tensor,
+    inputs: Inputs,
+    options: Options,
+    thin_levels: bool,
+    fp32_grad_accum: bool,
+    deterministic: bool,
+    needs: Needs,
 ) -> list[Tensor]:
     """Returns the gradients asked for, in the order of `Needs`, each in its input's dtype and shape, contiguous."""
     plan = _plan_of(inputs, options, deterministic, fp32_grad_accum)
     if plan.backward == "hopper":
-        gradients = _backward_by_hopper(grad_output, inputs, options, plan, deterministic, needs)
+        gradients = _backward_by_hopper(grad_output, inputs, options, thin_levels, plan, deterministic, needs)
     else:
         gradients = _backward_by_tiles(grad_output, inputs, options, plan, fp32_grad_accum, needs)
     return [gradient for gradient in gradients if gradient is not None]
 
 
 def _backward_by_hopper(
-    grad_output: Tensor, inputs: Inputs, options: Options, plan: KernelPlan, deterministic: bool, needs: Needs
+    grad_output: Tensor,
+    inputs: Inputs,
+    options: Options,
+    thin_levels: bool,
+    plan: KernelPlan,
+    deterministic: bool,
+    needs: Needs,
 ) -> tuple[Tensor | None, ...]:
-    value, spatial_shapes, _, points, scores, reference_points = inputs
-    ways = {"deterministic": deterministic, "scatter": plan.grad_value, **_hopper_tables(inputs, options)}
+    value, spatial_shapes, level_start_index, points, scores, reference_points = inputs
+    ways: dict[str, Any] = {
+        "level_start_index": level_start_index,
+        "value_layout": options.value_layout,
+        "thin_levels": thin_levels,
+        "deterministic": deterministic,
+        "scatter": plan.grad_value,
+    }
     grad_output = grad_output.to(value.dtype)
     if reference_points is None:
         return hopper.backward(
@@ -215,7 +235,7 @@ def _backward_by_tiles(
 
 
 def accumulate_backward(
-    grad_output: Tensor, inputs: Inputs, options: Options, deterministic: bool, targets: Targets
+    grad_output: Tensor, inputs: Inputs, options: Options, thin_levels: bool, deterministic: bool, targets: Targets
 ) -> None:
     """Writes the targets; sums in a fixed order go to the first buffer."""
     buffer = targets.grad_value
@@ -224,7 +244,7 @@ def accumulate_backward(
     plan = _plan_of(inputs, options, deterministic, buffer.dtype == torch.float32, num_buffers)
     if plan.backward == "hopper":
         assert plan.grad_value != "sorted", "that is how tiles keep an order"
-        call = _hopper_call(inputs, options)
+        call = _hopper_call(inputs, options, thin_levels)
         wanted = hopper_launch.Wanted(targets.grad_points, None, targets.grad_scores)
         upstream = grad_output.to(call.value.dtype)
         hopper_launch.run_backward(call, upstream, wanted, True, buffer[0], plan.grad_value, deterministic)

@@ -12,7 +12,6 @@ import torch
 import triton
 from torch import Tensor
 
-from msda_op.options import Options
 from msda_op.triton.kernel_launch import Launch
 
 _MAX_CALLS = 4096
@@ -41,19 +40,19 @@ class _Recipe(NamedTuple):
 _recipes: dict[Hashable, _Recipe] = {}
 
 
-def describe_call(tensors: tuple[Tensor | None, ...], options: Options) -> Hashable | None:
+def describe_call(tensors: tuple[Tensor | None, ...], conventions: Hashable) -> Hashable | None:
     """Returns what alike calls have in common, or None for a call that is not to be remembered.
 
     Args:
         tensors: of the call, value first.
-        options: of the call.
+        conventions: what else decides on the kernel.
     """
     value = tensors[0]
     if type(value) is not Tensor or triton.knobs.runtime.interpret:
         return None
     if value.is_cuda and value.get_device() != torch.cuda.current_device():
         return None
-    forms: list[Hashable] = [options, value.device]
+    forms: list[Hashable] = [conventions, value.device]
     for tensor in tensors:
         if tensor is None:
             forms.append(None)

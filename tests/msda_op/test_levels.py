@@ -2,7 +2,7 @@
 
 import torch
 
-from msda_op.levels import device_tables, level_starts, read_shapes, read_starts
+from msda_op.levels import device_tables, level_starts, may_be_thin, read_shapes, read_starts
 
 CPU = torch.device("cpu")
 
@@ -28,6 +28,13 @@ def test_tables_on_the_device_are_passed_on_unread() -> None:
     same_shapes, same_starts = device_tables(shapes, starts, CPU)
     assert same_shapes is shapes
     assert same_starts is starts
+
+
+def test_only_pairs_tell_that_no_level_is_thin() -> None:
+    assert not may_be_thin(((3, 4), (2, 2)))
+    assert may_be_thin(((3, 4), (1, 2)))
+    assert may_be_thin([[3, 4], [5, 1]])
+    assert may_be_thin(torch.tensor(((3, 4), (2, 2))))
 
 
 def test_tables_first_built_in_inference_mode_can_be_saved_for_a_backward_pass() -> None:

@@ -16,7 +16,7 @@ from parity.cases import INPUT_NAMES, Case, make_inputs
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CASE = Case("small", ((3, 4), (1, 2)), num_queries=3, head_dim=5, num_points=3)
 TABLES = (torch.tensor(CASE.spatial_shapes, device=DEVICE), torch.tensor([0, 12], device=DEVICE))
-CONVENTIONS = ("zeros", False, "BLNC", "BQHLP2", True)
+CONVENTIONS = (True, "zeros", False, "BLNC", "BQHLP2", True)
 
 
 def op_arguments(requires_grad: bool) -> tuple[Tensor, ...]:
@@ -52,7 +52,7 @@ def test_opcheck_accumulate_backward() -> None:
     value, *others = op_arguments(False)
     buffer, grad_output = torch.zeros(2, *value.shape, device=DEVICE), torch.randn(2, 3, 10, device=DEVICE)
     grad_locations = torch.empty_like(others[2])
-    arguments = (buffer, grad_locations, None, grad_output, value, *others, *CONVENTIONS[:4], False)
+    arguments = (buffer, grad_locations, None, grad_output, value, *others, *CONVENTIONS[:5], False)
     torch.library.opcheck(registration.accumulate_backward, arguments)
 
 
@@ -237,7 +237,7 @@ def test_vmap_refuses_mapped_tables() -> None:
     value, shapes, starts, locations, weights = op_arguments(False)
     arguments = (value, shapes.expand(3, -1, -1), starts, locations, weights, None, *CONVENTIONS, False)
     with pytest.raises(ValueError, match="map over the others"):
-        torch.vmap(registration.forward, (None, 0, *(None,) * 10))(*arguments)
+        torch.vmap(registration.forward, (None, 0, *(None,) * 11))(*arguments)
 
 
 def test_eager_calls_do_without_the_registered_ops(monkeypatch: pytest.MonkeyPatch) -> None:

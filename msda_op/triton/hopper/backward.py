@@ -178,6 +178,7 @@ def backward_kernel(
     L: tl.constexpr,
     K: tl.constexpr,
     REFERENCE: tl.constexpr,
+    THIN: tl.constexpr,
     SCATTER: tl.constexpr,
     WARPS: tl.constexpr,
     ITERATIONS: tl.constexpr,
@@ -223,7 +224,7 @@ def backward_kernel(
         records += (item * M + head) * num_queries * (L * K * RECORD_WORDS)
 
     level, point, exists, height, width, start = load_lane_level(spatial_shapes, level_start_index, lane, 0, L, K)
-    strides = load_row_strides(spatial_shapes, 0, PIXEL_STRIDE, L, K)
+    strides = load_row_strides(spatial_shapes, 0, PIXEL_STRIDE, L, K, THIN)
     if SCATTER == "records":
         level_bin = load_bin(bins, level)
     first_of_pair = first_query + (thread >> 5) * 2
@@ -247,11 +248,11 @@ def backward_kernel(
         if REFERENCE != 0:
             attention = softmax_of_query(attention, exists)
         attention = tl.where(exists, attention, 0.0)
-        left, distance_x, weight_left, weight_right = weigh_pixels(x, width)
-        top, distance_y, weight_top, weight_bottom = weigh_pixels(y, height)
-        pixel, turned = place_block(left, top, width, start)
+        left, distance_x, weight_left, weight_right = weigh_pixels(x, width, THIN)
+        top, distance_y, weight_top, weight_bottom = weigh_pixels(y, height, THIN)
+        pixel, turned = place_block(left, top, width, start, THIN)
         pixels = pixel * PIXEL_STRIDE
-        weight_left, weight_right = turn_block(turned, weight_left, weight_right)
+        weight_left, weight_right = turn_block(turned, weight_left, weight_right, THIN)
         row_strides = strides
         step_pair = first_of_pair
         query = step_pair + (lane >> 4)
@@ -272,7 +273,7 @@ def backward_kernel(
             level, point, exists, height, width, start = load_lane_level(
                 spatial_shapes, level_start_index, lane, sweep, L, K
             )
-            strides = load_row_strides(spatial_shapes, sweep, PIXEL_STRIDE, L, K)
+            strides = load_row_strides(spatial_shapes, sweep, PIXEL_STRIDE, L, K, THIN)
             if SCATTER == "records":
                 level_bin = load_bin(bins, level)
             first_of_pair = tl.where(sweep == 0, first_of_pair + 2 * WARPS, first_of_pair)
@@ -328,9 +329,9 @@ def backward_kernel(
                 tl.store(grad_weights + sample, grad_weight.to(grad_weights.dtype.element_ty), mask=counts)
             dot_top = weight_left * dot_00 + weight_right * dot_01
             dot_bottom = weight_left * dot_10 + weight_right * dot_11
-            slope_left, slope_right = slope_weights(distance_x, step_width)
-            slope_left, slope_right = turn_block(turned, slope_left, slope_right)
-            slope_top, slope_bottom = slope_weights(distance_y, step_height)
+            slope_left, slope_right = slope_weights(distance_x, step_width, THIN)
+            slope_left, slope_right = turn_block(turned, slope_left, slope_right, THIN)
+            slope_top, slope_bottom = slope_weights(distance_y, step_height, THIN)
             grad_x = attention * (slope_left * dot_left + slope_right * dot_right)
             grad_y = attention * (slope_top * dot_top + slope_bottom * dot_bottom)
             if grad_locations is not None:

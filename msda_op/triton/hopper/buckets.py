@@ -211,6 +211,7 @@ def count_kernel(
     L: tl.constexpr,
     K: tl.constexpr,
     REFERENCE: tl.constexpr,
+    THIN: tl.constexpr,
     WARPS: tl.constexpr,
     ITERATIONS: tl.constexpr,
 ):
@@ -236,8 +237,8 @@ def count_kernel(
             row = tl.minimum(query, num_queries - 1)
             place, offset, _ = load_sample(places, offsets, weights, row, head, level, point, M, L, K, REFERENCE)
             x, y = place_sample(place, offset, height, width, offset_dtype, K, REFERENCE)
-            left, _, weight_left, weight_right = weigh_pixels(x, width)
-            top, _, weight_top, weight_bottom = weigh_pixels(y, height)
+            left, _, weight_left, weight_right = weigh_pixels(x, width, THIN)
+            top, _, weight_top, weight_bottom = weigh_pixels(y, height, THIN)
             joins = exists & (query < num_queries) & (weight_left + weight_right > 0) & (weight_top + weight_bottom > 0)
             bucket, _, _ = find_bucket(left, top, query, level_bin)
             leader, _, size = join_buckets(bucket, joins)

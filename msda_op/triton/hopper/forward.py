@@ -186,6 +186,7 @@ def forward_kernel(
     L: tl.constexpr,
     K: tl.constexpr,
     REFERENCE: tl.constexpr,
+    THIN: tl.constexpr,
     WARPS: tl.constexpr,
     ITERATIONS: tl.constexpr,
 ):
@@ -213,7 +214,7 @@ def forward_kernel(
     output += item * num_queries * (M * D) + head * D + channel
 
     level, point, exists, height, width, start = load_lane_level(spatial_shapes, level_start_index, lane, 0, L, K)
-    strides = load_row_strides(spatial_shapes, 0, PIXEL_STRIDE, L, K)
+    strides = load_row_strides(spatial_shapes, 0, PIXEL_STRIDE, L, K, THIN)
     query = first_query + (thread >> 5) * 2 + (lane >> 4)
     last_query = num_queries - 1
     place, offset, weight = load_sample(
@@ -228,11 +229,11 @@ def forward_kernel(
         if REFERENCE != 0:
             attention = softmax_of_query(attention, exists)
         attention = tl.where(exists, attention, 0.0)
-        left, _, weight_left, weight_right = weigh_pixels(x, width)
-        top, _, weight_top, weight_bottom = weigh_pixels(y, height)
-        pixel, turned = place_block(left, top, width, start)
+        left, _, weight_left, weight_right = weigh_pixels(x, width, THIN)
+        top, _, weight_top, weight_bottom = weigh_pixels(y, height, THIN)
+        pixel, turned = place_block(left, top, width, start, THIN)
         pixels = pixel * PIXEL_STRIDE
-        weight_left, weight_right = turn_block(turned, weight_left, weight_right)
+        weight_left, weight_right = turn_block(turned, weight_left, weight_right, THIN)
         row_strides = strides
         done_query = query
         # The next sample is on its way while this one is summed.
@@ -241,7 +242,7 @@ def forward_kernel(
             level, point, exists, height, width, start = load_lane_level(
                 spatial_shapes, level_start_index, lane, sweep, L, K
             )
-            strides = load_row_strides(spatial_shapes, sweep, PIXEL_STRIDE, L, K)
+            strides = load_row_strides(spatial_shapes, sweep, PIXEL_STRIDE, L, K, THIN)
             query = tl.where(sweep == 0, query + 2 * WARPS, query)
         else:
             query += 2 * WARPS

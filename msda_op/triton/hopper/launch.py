@@ -16,7 +16,14 @@ from msda_op.triton.hopper.backward import backward_kernel
 from msda_op.triton.hopper.deterministic import NUM_COLOURS, sort_kernel
 from msda_op.triton.hopper.forward import forward_kernel
 from msda_op.triton.hopper.reduce import reduce_kernel
-from msda_op.triton.hopper.tuning import REDUCE_REGISTERS, LaunchShape, Pass, Scatter, choose_launch_shape
+from msda_op.triton.hopper.tuning import (
+    REDUCE_REGISTERS,
+    THIN_REGISTERS,
+    LaunchShape,
+    Pass,
+    Scatter,
+    choose_launch_shape,
+)
 from msda_op.triton.kernel_launch import Launch
 
 _PLAN_BLOCK = 64
@@ -36,6 +43,7 @@ class Call(NamedTuple):
         weights: `[B, Q, M, L, K]`, attention weights, or logits with reference points.
         sizes: B, S, M, D, Q, L, K.
         value_layout: "BLNC" or "BNLC".
+        thin_levels: whether levels may have a single row or column.
     """
 
     value: Tensor
@@ -46,6 +54,7 @@ class Call(NamedTuple):
     weights: Tensor
     sizes: Sizes
     value_layout: str
+    thin_levels: bool
 
     @property
     def tables(self) -> dict[str, Tensor]:
@@ -66,6 +75,7 @@ class Call(NamedTuple):
             "L": sizes.num_levels,
             "K": sizes.num_points,
             "REFERENCE": 0 if self.offsets is None else self.places.shape[-1],
+            "THIN": self.thin_levels,
         }
 
     @property
@@ -137,12 +147,14 @@ def prepare_call(
     offsets: Tensor | None,
     weights: Tensor,
     value_layout: str,
+    thin_levels: bool,
 ) -> Call:
     """Returns the call with contiguous, aligned tensors; `tables` are spatial_shapes and level_start_index."""
     sizes = read_sizes(value, weights, value_layout)
     shapes, starts = (table.contiguous() for table in tables)
     offsets = None if offsets is None else _align(offsets)
-    return Call(_align(value), shapes, starts, _align(places), offsets, _align(weights), sizes, value_layout)
+    samples = (_align(places), offsets, _align(weights))
+    return Call(_align(value), shapes, starts, *samples, sizes, value_layout, thin_levels)
 
 
 def _align(tensor: Tensor) -> Tensor:
@@ -329,6 +341,8 @@ def main_launch(
     # Registers are chosen for records of all gradients and 32 channels of halves: other work spills under them.
     common = buckets is not None and wanted.weights is not None and call.sizes.head_dim == 32
     registers = shape.registers if common and call.value.dtype != torch.float32 else None
+    if registers is not None and call.thin_levels:
+        registers = THIN_REGISTERS
     return Launch(backward_kernel, call.count_programs(shape), arguments, shape.warps, registers)
 
 

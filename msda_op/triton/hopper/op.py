@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from msda_op.levels import LevelStarts, SpatialShapes, device_tables
-from msda_op.triton.hopper.launch import Wanted, prepare_call, run_backward, run_forward
+from msda_op.levels import LevelStarts, SpatialShapes, device_tables, may_be_thin
+from msda_op.triton.hopper.launch import Call, Wanted, prepare_call, run_backward, run_forward
 from msda_op.triton.hopper.tuning import Scatter
 
 
@@ -16,6 +16,7 @@ def forward(
     *,
     level_start_index: LevelStarts = None,
     value_layout: str = "BLNC",
+    thin_levels: bool | None = None,
 ) -> Tensor:
     """Multi-scale deformable attention (arXiv 2010.04159, eq. 3, without projections); see the package for its limits.
 
@@ -26,12 +27,14 @@ def forward(
         attention_weights: `[B, Q, M, L, K]`, any float dtype.
         level_start_index: `[L]` first row of each level in value; may be None where `spatial_shapes` holds pairs.
         value_layout: "BLNC" or "BNLC".
+        thin_levels: whether levels may have a single row or column; None looks at pairs, and takes it of a tensor.
 
     Returns:
         `[B, Q, M*D]` in the dtype of `value`.
     """
-    tables = device_tables(spatial_shapes, level_start_index, value.device)
-    return run_forward(prepare_call(value, tables, sampling_locations, None, attention_weights, value_layout))
+    tables = (spatial_shapes, level_start_index)
+    samples = (sampling_locations, None, attention_weights)
+    return run_forward(_prepare(value, tables, *samples, value_layout, thin_levels))
 
 
 def fused_forward(
@@ -43,6 +46,7 @@ def fused_forward(
     *,
     level_start_index: LevelStarts = None,
     value_layout: str = "BLNC",
+    thin_levels: bool | None = None,
 ) -> Tensor:
     """The same of reference points, offsets and logits: locations and the softmax over L * K are computed inside.
 
@@ -54,12 +58,14 @@ def fused_forward(
         attention_logits: `[B, Q, M, L, K]`, any float dtype.
         level_start_index: as in `forward`.
         value_layout: "BLNC" or "BNLC".
+        thin_levels: as in `forward`.
 
     Returns:
         `[B, Q, M*D]` in the dtype of `value`.
     """
-    tables = device_tables(spatial_shapes, level_start_index, value.device)
-    return run_forward(prepare_call(value, tables, reference_points, sampling_offsets, attention_logits, value_layout))
+    tables = (spatial_shapes, level_start_index)
+    samples = (reference_points, sampling_offsets, attention_logits)
+    return run_forward(_prepare(value, tables, *samples, value_layout, thin_levels))
 
 
 def backward(
@@ -75,6 +81,7 @@ def backward(
     compute_grad_attention_weights: bool = True,
     deterministic: bool = False,
     value_layout: str = "BLNC",
+    thin_levels: bool | None = None,
     scatter: Scatter = "records",
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of `forward`.
@@ -92,13 +99,15 @@ def backward(
         deterministic: whether the gradient of `value` must be the same in every run, which takes `value` in half
             precision; the others always are.
         value_layout: "BLNC" or "BNLC".
+        thin_levels: as in `forward`.
         scatter: the way to the gradient of `value`, "atomics" or "records"; deterministic gradients need records.
 
     Returns:
         Gradients of value, locations and weights in the dtypes of their inputs; None where not asked for.
     """
-    tables = device_tables(spatial_shapes, level_start_index, value.device)
-    call = prepare_call(value, tables, sampling_locations, None, attention_weights, value_layout)
+    tables = (spatial_shapes, level_start_index)
+    samples = (sampling_locations, None, attention_weights)
+    call = _prepare(value, tables, *samples, value_layout, thin_levels)
     wanted = Wanted(
         torch.empty_like(call.places) if compute_grad_sampling_locations else None,
         None,
@@ -123,6 +132,7 @@ def fused_backward(
     compute_grad_attention_logits: bool = True,
     deterministic: bool = False,
     value_layout: str = "BLNC",
+    thin_levels: bool | None = None,
     scatter: Scatter = "records",
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of `fused_forward`; arguments as there and in `backward`.
@@ -134,8 +144,9 @@ def fused_backward(
         With reference points the kernel writes the gradient of the locations in float32 (8 bytes a sample), from
         which PyTorch derives those of points and offsets.
     """
-    tables = device_tables(spatial_shapes, level_start_index, value.device)
-    call = prepare_call(value, tables, reference_points, sampling_offsets, attention_logits, value_layout)
+    tables = (spatial_shapes, level_start_index)
+    samples = (reference_points, sampling_offsets, attention_logits)
+    call = _prepare(value, tables, *samples, value_layout, thin_levels)
     offsets = call.offsets
     assert offsets is not None
     direct_offsets = compute_grad_sampling_offsets and not compute_grad_reference_points
@@ -155,6 +166,20 @@ def fused_backward(
         if not compute_grad_sampling_offsets:
             grad_offsets = None
     return grad_value, grad_references, grad_offsets, wanted.weights
+
+
+def _prepare(
+    value: Tensor,
+    tables: tuple[SpatialShapes, LevelStarts],
+    places: Tensor,
+    offsets: Tensor | None,
+    weights: Tensor,
+    value_layout: str,
+    thin_levels: bool | None,
+) -> Call:
+    on_device = device_tables(*tables, value.device)
+    thin_levels = may_be_thin(tables[0]) if thin_levels is None else thin_levels
+    return prepare_call(value, on_device, places, offsets, weights, value_layout, thin_levels)
 
 
 def _differentiate_locations(

@@ -13,9 +13,11 @@ One pass holds four quads: L = K = 4 takes one pass in which quad = level; large
 Branch-free bilinear sampling: the 2 x 2 block of pixels at (left, top) is clamped into the level, and the weight of a
 pixel is the hat function of its distance, max(0, 1 - |distance|) along each axis. Pixels that the sample does not
 reach get weight 0 by themselves, and so do all four of a sample outside, or at NaN or infinity (max(NaN, 0) is 0).
-In a level of one row or column the second of the block has weight 0. The lower row is then the upper one once more; a
-second column would be the pixel after, which the last level does not have, so that the block moves back by one pixel
-instead, and `turn_block` exchanges the columns. Needs S >= 3: the first pixel of value cannot move.
+
+THIN says that levels may have a single row or column, of which the second of the block has weight 0. The lower row is
+then the upper one once more; a second column would be the pixel after, which the last level does not have, so that the
+block moves back by one pixel instead, and `turn_block` exchanges the columns. Needs S >= 3: the first pixel of value
+cannot move. Without THIN all this costs nothing.
 """
 
 import triton
@@ -57,20 +59,25 @@ def load_lane_level(spatial_shapes, level_start_index, lane, sweep, L: tl.conste
 
 
 @triton.jit
-def load_row_stride(spatial_shapes, quad, PIXEL_STRIDE: tl.constexpr, L: tl.constexpr, K: tl.constexpr):
+def load_row_stride(
+    spatial_shapes, quad, PIXEL_STRIDE: tl.constexpr, L: tl.constexpr, K: tl.constexpr, THIN: tl.constexpr
+):
     """Returns the elements from the upper to the lower row of blocks of a quad; 0 in a level of one row."""
     height, width = load_extent(spatial_shapes, tl.minimum(quad // ((K + 3) // 4), L - 1))
-    return tl.where(height > 1, width * PIXEL_STRIDE, 0)
+    row_stride = width * PIXEL_STRIDE
+    return tl.where(height > 1, row_stride, 0) if THIN else row_stride
 
 
 @triton.jit
-def load_row_strides(spatial_shapes, sweep, PIXEL_STRIDE: tl.constexpr, L: tl.constexpr, K: tl.constexpr):
+def load_row_strides(
+    spatial_shapes, sweep, PIXEL_STRIDE: tl.constexpr, L: tl.constexpr, K: tl.constexpr, THIN: tl.constexpr
+):
     """Returns `load_row_stride` of the four quads of pass `sweep`."""
     return (
-        load_row_stride(spatial_shapes, sweep * 4, PIXEL_STRIDE, L, K),
-        load_row_stride(spatial_shapes, sweep * 4 + 1, PIXEL_STRIDE, L, K),
-        load_row_stride(spatial_shapes, sweep * 4 + 2, PIXEL_STRIDE, L, K),
-        load_row_stride(spatial_shapes, sweep * 4 + 3, PIXEL_STRIDE, L, K),
+        load_row_stride(spatial_shapes, sweep * 4, PIXEL_STRIDE, L, K, THIN),
+        load_row_stride(spatial_shapes, sweep * 4 + 1, PIXEL_STRIDE, L, K, THIN),
+        load_row_stride(spatial_shapes, sweep * 4 + 2, PIXEL_STRIDE, L, K, THIN),
+        load_row_stride(spatial_shapes, sweep * 4 + 3, PIXEL_STRIDE, L, K, THIN),
     )
 
 
@@ -177,30 +184,39 @@ def softmax_of_query(logit, exists):
 
 
 @triton.jit
-def weigh_pixels(coordinate, size):
+def weigh_pixels(coordinate, size, THIN: tl.constexpr):
     """Returns (lower pixel as float, distance from it, weight of it, weight of the next one) along one axis."""
-    lower = tl.maximum(tl.minimum(tl.floor(coordinate), size - 2), 0.0)
+    lower = tl.minimum(tl.maximum(tl.floor(coordinate), 0.0), size - 2)
+    step = 1.0  # to the next pixel; out of reach where there is none
+    if THIN:
+        lower = tl.maximum(lower, 0.0)
+        step = tl.where(size > 1, 1.0, float("inf"))
     distance = coordinate - lower
-    step = tl.where(size > 1, 1.0, float("inf"))  # to the next pixel; out of reach where there is none
     return lower, distance, tl.maximum(1 - tl.abs(distance), 0.0), tl.maximum(1 - tl.abs(distance - step), 0.0)
 
 
 @triton.jit
-def place_block(left, top, width, start):
+def place_block(left, top, width, start, THIN: tl.constexpr):
     """Returns (row of value of the upper left pixel of a block, whether it moved back by one)."""
     pixel = start + (top * width + left).to(tl.int32)
-    turned = (width == 1) & (pixel > 0)
-    return pixel - turned.to(tl.int32), turned
+    turned = width == 1
+    if THIN:
+        turned &= pixel > 0
+        pixel -= turned.to(tl.int32)
+    return pixel, turned
 
 
 @triton.jit
-def turn_block(turned, left, right):
+def turn_block(turned, left, right, THIN: tl.constexpr):
     """Returns what belongs to the left and the right column; `right` is 0 where the block moved back."""
-    return tl.where(turned, right, left), tl.where(turned, left, right)
+    if THIN:
+        return tl.where(turned, right, left), tl.where(turned, left, right)
+    else:
+        return left, right
 
 
 @triton.jit
-def slope_weights(distance, size):
+def slope_weights(distance, size, THIN: tl.constexpr):
     """Returns the derivatives of the two weights of `weigh_pixels` by the coordinate.
 
     At kinks they are those from the right, as `floor` has them; a sample exactly one pixel before the first has none.
@@ -208,4 +224,4 @@ def slope_weights(distance, size):
     between = (distance >= 0) & (distance < 1)
     lower = tl.where(between, -1.0, tl.where((distance > -1) & (distance < 0), 1.0, 0.0))
     upper = tl.where(between, 1.0, tl.where((distance >= 1) & (distance < 2), -1.0, 0.0))
-    return lower, tl.where(size > 1, upper, 0.0)
+    return lower, tl.where(size > 1, upper, 0.0) if THIN else upper

@@ -27,15 +27,17 @@ LAUNCH_SHAPES: dict[tuple[int, Pass, Regime], LaunchShape] = {
     (90, "forward", "many"): LaunchShape(4, 4),
     (90, "backward", "few"): LaunchShape(4, 1),
     (90, "backward", "some"): LaunchShape(1, 1),
-    (90, "backward", "many"): LaunchShape(4, 4, 128),
+    (90, "backward", "many"): LaunchShape(4, 4, 124),
     (90, "fused backward", "few"): LaunchShape(4, 1),
     (90, "fused backward", "some"): LaunchShape(1, 1),
-    (90, "fused backward", "many"): LaunchShape(4, 4, 128),
+    (90, "fused backward", "many"): LaunchShape(4, 4, 124),
 }
 
 # Registers are given where ptxas alone chooses badly, judged by its output and not yet by the clock: it spills one to
 # reach 40 in the short forward, and its choice for the long backward varies from 72 registers and 2 loads on their way
-# to 156 and 16. With 128 it spills nothing and sends 15 or 16 loads ahead, on Triton 3.6 and 3.8 alike.
+# to 156 and 16. With 124 it spills nothing and sends 7 to 13 loads ahead, on Triton 3.6 and 3.8 alike. Levels that may
+# be thin take 4 registers more.
+THIN_REGISTERS = 128
 
 # Registers of the reduction, of one warp a program, by whether value is float32. Of halves: as many as ptxas took where
 # the clock was read; more send all loads of a step ahead, of fewer programs, and less spill. Of float32: ptxas alone

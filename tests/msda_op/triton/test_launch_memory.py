@@ -45,7 +45,7 @@ def call(num_queries, num_coordinates, head_dim, offset=0):
     reference = torch.rand(2, num_queries, 2, num_coordinates) if num_coordinates else None
     tables = torch.tensor(((3, 4), (1, 2))), torch.tensor((0, 12))
     inputs = launch.Inputs(value, *tables, torch.rand(2, num_queries, 2, 2, 4, 2), scores, reference)
-    output = launch.forward(inputs, DEFAULT_OPTIONS)
+    output = launch.forward(inputs, DEFAULT_OPTIONS, thin_levels=True)
     names = {tensor.data_ptr(): name for name, tensor in inputs._asdict().items() if tensor is not None}
     names[output.data_ptr()] = "output"
     found = handed.pop()
@@ -90,6 +90,7 @@ def test_interpreted_and_traced_calls_are_not_remembered(monkeypatch: pytest.Mon
     call = launch_memory.describe_call((value, None, scores), DEFAULT_OPTIONS)
     assert call == launch_memory.describe_call((value + 1, None, scores), DEFAULT_OPTIONS)
     assert call != launch_memory.describe_call((value.half(), None, scores), DEFAULT_OPTIONS)
+    assert call != launch_memory.describe_call((value, None, scores), (DEFAULT_OPTIONS, True))
     assert launch_memory.describe_call((value.transpose(1, 3), None, scores), DEFAULT_OPTIONS) is None
     with torch._subclasses.FakeTensorMode() as mode:
         assert launch_memory.describe_call((mode.from_tensor(value), None, scores), DEFAULT_OPTIONS) is None

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from msda_op.levels import may_be_thin
 from msda_op.triton.hopper import buckets, launch
 from msda_op.triton.hopper.buckets import WINDOW_FIELDS, bound_buckets, expect_buckets
 from parity.cases import Case, OpInputs, make_inputs
@@ -46,7 +47,7 @@ def empty_call(table: Table, num_queries: int, num_points: int) -> launch.Call:
     locations = torch.zeros(1, num_queries, 1, num_levels, num_points, 2, device=DEVICE)
     value = torch.zeros(1, table.length, 1, 32, dtype=torch.bfloat16, device=DEVICE)
     tables = (torch.tensor(table.shapes, device=DEVICE), torch.tensor(table.starts, device=DEVICE))
-    return launch.prepare_call(value, tables, locations, None, locations[..., 0].bfloat16(), "BLNC")
+    return launch.prepare_call(value, tables, locations, None, locations[..., 0].bfloat16(), "BLNC", True)
 
 
 def plan(call: launch.Call) -> launch.Buckets:
@@ -137,7 +138,8 @@ def test_records_give_back_every_sample_in_the_image_once(
     inputs = make_inputs(case, torch.bfloat16, DEVICE, seed=0)
     value = inputs.value.new_zeros(case.batch, table.length, case.num_heads, 32)
     tables = (torch.tensor(table.shapes, device=DEVICE), torch.tensor(table.starts, device=DEVICE))
-    call = launch.prepare_call(value, tables, inputs.sampling_locations, None, inputs.attention_weights, "BLNC")
+    samples = (inputs.sampling_locations, None, inputs.attention_weights)
+    call = launch.prepare_call(value, tables, *samples, "BLNC", may_be_thin(table.shapes))
     filled, counters = launch.allocate_buckets(call)
     for each in launch.plan_launches(call, filled, counters):
         each.run(value)

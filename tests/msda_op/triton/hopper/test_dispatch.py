@@ -1,6 +1,7 @@
 """The public op reaches the Hopper kernels, and they answer as the reference does: 2x / 3x rule, memory full of NaN."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -61,6 +62,27 @@ def test_plain_op(dtype: torch.dtype, way: dict, calls: list[str]) -> None:
     assert [result for result in results if not result.passed] == []
     tiles = dtype == torch.float32 and way["deterministic"]
     assert calls == ["forward_launch", *(() if tiles else ("backward",))]
+
+
+@pytest.mark.parametrize("shapes", [((6, 9), (3, 5)), ((6, 9), (15, 1))])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_pairs_of_thick_levels_alone_save_the_work_for_thin_ones(
+    shapes: tuple, on_device: bool, monkeypatch: pytest.MonkeyPatch, calls: list[str]
+) -> None:
+    told = []
+    original = hopper.launch.prepare_call
+    monkeypatch.setattr(hopper.launch, "prepare_call", lambda *args: told.append(args[-1]) or original(*args))
+    monkeypatch.setattr(hopper.op, "prepare_call", hopper.launch.prepare_call)
+    inputs = make_inputs(replace(CASE, spatial_shapes=shapes), torch.bfloat16, DEVICE, seed=0)
+    table = (shapes, None)
+    if on_device:
+        table = (torch.tensor(shapes, device=DEVICE), torch.tensor((0, 54), device=DEVICE))
+    value = inputs.value.requires_grad_()
+    samples = (inputs.sampling_locations, inputs.attention_weights)
+    output = ms_deform_attn(value, *table, *samples, deterministic=False, backend="triton")
+    output.sum().backward()
+    ms_deform_attn_backward(inputs.grad_output, value, *table, *samples, deterministic=False, backend="triton")
+    assert told == [on_device or shapes[1][1] == 1] * 3
 
 
 @pytest.mark.parametrize("num_coordinates", [2, 4])

@@ -106,6 +106,16 @@ def test_thin_levels_read_no_pixel_beyond_value() -> None:
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
+def test_levels_that_may_be_thin_but_are_not_change_nothing() -> None:
+    inputs = make_inputs(CASES[0], torch.bfloat16, DEVICE, seed=0)
+    rest = (inputs.value, inputs.spatial_shapes, inputs.sampling_locations, inputs.attention_weights)
+    assert torch.equal(hopper.forward(*rest, thin_levels=True), hopper.forward(*rest))
+    gradients = [
+        hopper.backward(inputs.grad_output, *rest, thin_levels=thin, deterministic=True) for thin in (True, None)
+    ]
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
 def test_tables_of_int32_and_int64_are_the_same() -> None:
     inputs = make_inputs(CASES[2], torch.bfloat16, DEVICE, seed=0)
     tables = [torch.tensor(numbers, device=DEVICE) for numbers in (_FOUR, (0, 54, 69, 77))]
