@@ -2,11 +2,12 @@
 # make test  [ARGS="..."]   sets up and tests, a process and a thread to each core; ARGS go to pytest
 # make check                lint, format and types
 # make kernels              compiles every kernel for sm_80 to sm_100 and judges the machine code; needs no GPU
+# make docs                 builds the documentation into .cache/site
 PYTHON ?= python3
 VENV := .venv
 ARGS ?=
 
-.PHONY: train test check kernels clean
+.PHONY: train test check kernels docs clean
 
 train: $(VENV)/installed
 	$(VENV)/bin/python train.py $(ARGS)
@@ -22,6 +23,9 @@ check: $(VENV)/installed-dev
 kernels: $(VENV)/installed
 	$(VENV)/bin/python -m scripts.compile_kernels_check $(ARGS)
 
+docs: $(VENV)/installed-docs
+	$(VENV)/bin/mkdocs build --strict
+
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -35,6 +39,10 @@ $(VENV)/installed-test: $(VENV)/installed
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e .[dev]
+	touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e .[docs]
 	touch $@
 
 clean:
