@@ -1,6 +1,7 @@
 # make train [ARGS="..."]   sets up and trains; ARGS are Hydra overrides
 # make test  [ARGS="..."]   sets up and tests, a process and a thread to each core; ARGS go to pytest
 # make check                lint, format and types
+# make parity               proves the parity suite on a CPU: the reference passes against itself, and fails when broken
 # make kernels              compiles every kernel for sm_80 to sm_100 and judges the machine code; needs no GPU
 # make docs                 builds the documentation into .cache/site
 PYTHON ?= python3
@@ -25,6 +26,11 @@ kernels: $(VENV)/installed
 
 docs: $(VENV)/installed-docs
 	$(VENV)/bin/mkdocs build --strict
+
+parity: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m parity all op=reference against=reference parity=quick $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m parity model op=reference against=reference parity=quick \
+	    parity.fault=half_a_pixel_of_shift $(ARGS); test $$? -eq 1
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
