@@ -37,7 +37,7 @@ def main(cfg: DictConfig) -> float | None:
         sys.exit(f"error: {error.__cause__}")
     try:
         if cfg.mode == "validate":
-            trainer.validate(detector, datamodule, ckpt_path=cfg.ckpt_path)
+            trainer.validate(detector, datamodule, ckpt_path=cfg.ckpt_path, verbose=False)
         else:
             trainer.fit(detector, datamodule, ckpt_path=cfg.ckpt_path)
     except (DataError, NonFiniteDetectionsError, TrainingDiverged) as error:

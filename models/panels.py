@@ -16,6 +16,7 @@ from rich.text import Text
 
 import msda_op
 from models.callbacks import closes_log_window
+from models.environment import running_command
 
 METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 FILES = {
@@ -106,16 +107,9 @@ class RunPanels(Callback):
             **_scores(trainer),
             **self._files(),
         }
-        last = self.run_dir / "checkpoints" / "last.ckpt"
-        best = self.run_dir / "checkpoints" / "best.ckpt"
-        shown = best if best.is_file() else last
-        if shown.is_file():
-            epochs = trainer.max_epochs or -1
-            more = f"trainer.max_epochs={2 * epochs}" if epochs > 0 else f"trainer.max_steps={2 * trainer.max_steps}"
-            rows["predict"] = f"python -m scripts.predict IMAGES --model {_shown(shown)}"
-            rows["export"] = f"python -m scripts.export ckpt={_shown(shown)} format=onnx out=detector"
-            rows["train on"] = f"python train.py [the same settings] ckpt_path={_shown(last)} {more}"
         _print_panel("done", rows)
+        for line in self._next_commands(trainer):
+            Console().print(Text(line), soft_wrap=True)  # never broken, to be copied
 
     @rank_zero_only
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -139,6 +133,21 @@ class RunPanels(Callback):
             "precision": self.precision,
             "device": f"{trainer.world_size} x {device.type} ({name})",
         }
+
+    def _next_commands(self, trainer: Trainer) -> list[str]:
+        """Commands that a person may want next."""
+        last = self.run_dir / "checkpoints" / "last.ckpt"
+        best = self.run_dir / "checkpoints" / "best.ckpt"
+        shown = best if best.is_file() else last
+        if not shown.is_file():
+            return []
+        epochs = trainer.max_epochs or -1
+        more = f"trainer.max_epochs={2 * epochs}" if epochs > 0 else f"trainer.max_steps={2 * trainer.max_steps}"
+        return [
+            f"predict:   python -m scripts.predict IMAGES --model {_shown(shown)}",
+            f"export:    python -m scripts.export ckpt={_shown(shown)} format=onnx out=detector",
+            f"train on:  {running_command()} ckpt_path={_shown(last)} {more}",
+        ]
 
     def _files(self) -> dict[str, str]:
         """The rows on what is in the run folder by now."""

@@ -70,8 +70,8 @@ def test_a_training_is_described_estimated_and_summed_up(tmp_path, monkeypatch, 
         "steps 6 in",
         "AP AP 12.3",
         "checkpoints/best.ckpt weights of the best AP",
-        "predict python -m scripts.predict IMAGES --model run/checkpoints/best.ckpt",
-        "export python -m scripts.export ckpt=run/checkpoints/best.ckpt format=onnx out=detector",
+        "predict: python -m scripts.predict IMAGES --model run/checkpoints/best.ckpt",
+        "export: python -m scripts.export ckpt=run/checkpoints/best.ckpt format=onnx out=detector",
         "ckpt_path=run/checkpoints/last.ckpt trainer.max_epochs=4",
     ):
         assert expected in words
