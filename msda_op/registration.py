@@ -7,7 +7,9 @@ sampling offsets and attention logits.
 
 A call of a registered op costs the host more than the kernels of a decoder. So `attend`, which is what `msda_op.api`
 calls, takes an autograd function wherever nothing but autograd looks on, and the registered op elsewhere: when PyTorch
-traces, maps or transforms the call. Either way `launch` does the work.
+traces, maps or transforms the call. Either way `launch` does the work. The autograd function knows beforehand whether
+the gradient of value will be wanted, and where it will be reduced from records, the forward kernel counts them; the
+registered op leaves that to the backward pass.
 
 The forward op is traceable: `torch.compile` and export see its kernels. The backward ops are single nodes to them: of a
 traced kernel PyTorch finds out by its code which arguments it writes, and takes an argument for written whose numbers
@@ -215,20 +217,29 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        ctx.save_for_backward(*arguments[:6])
+        inputs, thin_levels, options = Inputs(*arguments[:6]), arguments[6], Options(*arguments[7:11])
+        counted: tuple[Tensor, ...] = ()
+        if ctx.needs_input_grad[0]:
+            output, counted = launch.counting_forward(inputs, options, thin_levels, *arguments[11:])
+        else:
+            output = launch.forward(inputs, options, thin_levels)
+        ctx.save_for_backward(*inputs, *counted)
         ctx.conventions = arguments[6:]
-        return launch.forward(Inputs(*arguments[:6]), Options(*arguments[7:11]), arguments[6])
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # asked for once: checkpointing hands them out once
         # The registered op knows what to say to those who want a second derivative.
-        return _differentiate(ctx, grad_output, backward if torch.is_grad_enabled() else _run_backward)
+        run = backward if torch.is_grad_enabled() else partial(_run_backward, saved[6:])
+        return _differentiate(ctx, grad_output, saved[:6], run)
 
 
-def _run_backward(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
+def _run_backward(counted: tuple[Tensor, ...], grad_output: Tensor, *arguments: Any) -> list[Tensor]:
     thin_levels, *options, fp32_grad_accum, deterministic = arguments[6:13]
     inputs, needs = Inputs(*arguments[:6]), Needs(*arguments[13:])
-    return launch.backward(grad_output, inputs, Options(*options), thin_levels, fp32_grad_accum, deterministic, needs)
+    ways = (thin_levels, fp32_grad_accum, deterministic)
+    return launch.backward(grad_output, inputs, Options(*options), *ways, needs, counted)
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -236,10 +247,16 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.conventions = inputs[6:]
 
 
-def _differentiate(ctx: Any, grad_output: Tensor, run: Callable[..., list[Tensor]]) -> tuple[Tensor | None, ...]:
+def _differentiate_op(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    return _differentiate(ctx, grad_output, ctx.saved_tensors, backward)
+
+
+def _differentiate(
+    ctx: Any, grad_output: Tensor, inputs: tuple[Tensor | None, ...], run: Callable[..., list[Tensor]]
+) -> tuple[Tensor | None, ...]:
     needs_value, _, _, *needs_others = ctx.needs_input_grad[:6]
     needs = (needs_value, *needs_others)
-    returned = iter(run(grad_output, *ctx.saved_tensors, *ctx.conventions, *needs))
+    returned = iter(run(grad_output, *inputs, *ctx.conventions, *needs))
     grad_value, *others = (next(returned) if needed else None for needed in needs)
     return grad_value, None, None, *others, *(None for _ in ctx.conventions)
 
@@ -251,7 +268,7 @@ def _refuse_second_derivative(ctx: Any, *_: Any) -> None:
     )
 
 
-forward.register_autograd(partial(_differentiate, run=backward), setup_context=_save_inputs)
+forward.register_autograd(_differentiate_op, setup_context=_save_inputs)
 backward.register_autograd(_refuse_second_derivative)
 
 

@@ -172,6 +172,7 @@ def _ways_of_hopper(
     runs: dict[str, Callable[[], Any]] = {
         "forward": partial(launch.forward, inputs, options, False),
         "forward of thin levels": partial(launch.forward, inputs, options, True),
+        "eager step": partial(_step, grad_output, inputs, options),
         "backward": partial(backward, False, _TRAINING),
         "backward of thin levels": partial(thin, False, _TRAINING),
         "backward of a frozen value": partial(backward, False, _FROZEN_VALUE),
@@ -179,6 +180,11 @@ def _ways_of_hopper(
     }
     for words, run in runs.items():
         yield ShippedCall(f"{name} {words}", preset.head_dim, True, run, architecture=90)
+
+
+def _step(grad_output: Tensor, inputs: Inputs, options: Options) -> None:
+    _, counted = launch.counting_forward(inputs, options, False, True, False)
+    launch.backward(grad_output, inputs, options, False, True, False, _TRAINING, counted)
 
 
 def unallocated_inputs(

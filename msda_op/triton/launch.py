@@ -10,24 +10,20 @@ import torch
 import triton
 from torch import Tensor
 
-from msda_op.locations import sampling_locations_from_offsets
 from msda_op.options import Options, Sizes, read_sizes
 from msda_op.policy import accumulator_dtype
 from msda_op.triton import hopper
+from msda_op.triton.arguments import Inputs, Needs, Targets, convention_arguments
 from msda_op.triton.backward import backward_kernel
 from msda_op.triton.forward import forward_kernel
 from msda_op.triton.hopper import launch as hopper_launch
+from msda_op.triton.hopper.call import Call, prepare_call
+from msda_op.triton.hopper.tuning import choose_scatter
 from msda_op.triton.kernel_launch import Launch
 from msda_op.triton.launch_memory import describe_call, launch_again, remember
 from msda_op.triton.launch_table import LaunchKey, choose_regime, choose_shape
 from msda_op.triton.plan import KernelPlan, choose_kernels
-from msda_op.triton.sorted_gradient import cell_kernel, gather_kernel
-
-# Elements of a [BLOCK_I, BLOCK_D] tile of `gather_kernel`, which one warp keeps in registers (16 a lane).
-_GATHER_ELEMENTS = 512
-# Samples of a block of `cell_kernel`, which does little with each.
-_CELL_BLOCK = 256
-_MAX_INT32 = 2**31 - 1
+from msda_op.triton.sorted_launch import sorted_value_gradient
 
 
 class Tile(NamedTuple):
@@ -37,36 +33,6 @@ class Tile(NamedTuple):
     block_k: int
     block_d: int
     num_warps: int
-
-
-class Inputs(NamedTuple):
-    """Tensors of a forward pass, validated, the level table on the device."""
-
-    value: Tensor
-    spatial_shapes: Tensor
-    level_start_index: Tensor
-    points: Tensor
-    scores: Tensor
-    reference_points: Tensor | None
-
-
-class Needs(NamedTuple):
-    """Which gradients are asked for."""
-
-    value: bool
-    points: bool
-    scores: bool
-    reference_points: bool
-
-
-class Targets(NamedTuple):
-    """Tensors that a backward pass writes; None for what is not asked for. `grad_value` are `[n, *value.shape]` buffers
-    that it adds to; `grad_reference` is `[B, Q, M, L, 2 or 4]` float32, each head's share."""
-
-    grad_value: Tensor | None
-    grad_points: Tensor | None
-    grad_scores: Tensor | None
-    grad_reference: Tensor | None
 
 
 def choose_tile(stage: Literal["forward", "backward"], value: Tensor, sizes: Sizes) -> Tile:
@@ -109,6 +75,21 @@ def forward(inputs: Inputs, options: Options, thin_levels: bool) -> Tensor:
     return output
 
 
+def counting_forward(
+    inputs: Inputs, options: Options, thin_levels: bool, fp32_grad_accum: bool, deterministic: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Returns what `forward` does, and what the backward pass then need not count, to be handed to it.
+
+    That is nothing unless the gradient of value will be reduced from records, whose tables take B * M * (S + 9) / 3
+    int32 and some (1.2 MiB at the size of an encoder).
+    """
+    if inputs.scores.numel() > 0 and choose_scatter(inputs.scores.numel()) == "records":
+        plan = _plan_of(inputs, options, deterministic, fp32_grad_accum)
+        if plan.backward == "hopper" and plan.grad_value == "records":
+            return hopper_launch.run_counting_forward(_hopper_call(inputs, options, thin_levels))
+    return forward(inputs, options, thin_levels), ()
+
+
 def _plan_of(
     inputs: Inputs,
     options: Options,
@@ -129,11 +110,11 @@ def _plan_of(
     )
 
 
-def _hopper_call(inputs: Inputs, options: Options, thin_levels: bool) -> hopper_launch.Call:
+def _hopper_call(inputs: Inputs, options: Options, thin_levels: bool) -> Call:
     value, spatial_shapes, level_start_index, points, scores, reference_points = inputs
     places, offsets = (points, None) if reference_points is None else (reference_points, points)
     tables = (spatial_shapes, level_start_index)
-    return hopper_launch.prepare_call(value, tables, places, offsets, scores, options.value_layout, thin_levels)
+    return prepare_call(value, tables, places, offsets, scores, options.value_layout, thin_levels)
 
 
 def forward_launch(inputs: Inputs, output: Tensor, options: Options) -> Launch:
@@ -152,11 +133,15 @@ def backward(
     fp32_grad_accum: bool,
     deterministic: bool,
     needs: Needs,
+    counted: tuple[Tensor, ...] = (),
 ) -> list[Tensor]:
-    """Returns the gradients asked for, in the order of `Needs`, each in its input's dtype and shape, contiguous."""
+    """Returns the gradients asked for, in the order of `Needs`, each in its input's dtype and shape, contiguous.
+
+    `counted` comes from `counting_forward` of the same call; nothing in it is written.
+    """
     plan = _plan_of(inputs, options, deterministic, fp32_grad_accum)
     if plan.backward == "hopper":
-        gradients = _backward_by_hopper(grad_output, inputs, options, thin_levels, plan, deterministic, needs)
+        gradients = _backward_by_hopper(grad_output, inputs, options, thin_levels, plan, deterministic, needs, counted)
     else:
         gradients = _backward_by_tiles(grad_output, inputs, options, plan, fp32_grad_accum, needs)
     return [gradient for gradient in gradients if gradient is not None]
@@ -170,6 +155,7 @@ def _backward_by_hopper(
     plan: KernelPlan,
     deterministic: bool,
     needs: Needs,
+    counted: tuple[Tensor, ...],
 ) -> tuple[Tensor | None, ...]:
     value, spatial_shapes, level_start_index, points, scores, reference_points = inputs
     ways: dict[str, Any] = {
@@ -178,6 +164,7 @@ def _backward_by_hopper(
         "thin_levels": thin_levels,
         "deterministic": deterministic,
         "scatter": plan.grad_value,
+        "counted": hopper_launch.Buckets(*counted) if counted else None,
     }
     grad_output = grad_output.to(value.dtype)
     if reference_points is None:
@@ -276,88 +263,12 @@ def backward_launch(grad_output: Tensor, inputs: Inputs, targets: Targets, optio
     return Launch(backward_kernel, _num_programs(sizes, tile), arguments, tile.num_warps)
 
 
-def sorted_value_gradient(grad_output: Tensor, inputs: Inputs, dtype: torch.dtype, options: Options) -> Tensor:
-    """Returns the gradient of value in `dtype`, added up in float32 in a fixed order (see `sorted_gradient`).
-
-    Offsets and logits are turned into locations and weights first, by the same arithmetic as the fused kernels.
-    """
-    value = inputs.value
-    if grad_output.numel() == 0:
-        return torch.zeros_like(value, dtype=dtype, memory_format=torch.contiguous_format)
-    sizes = read_sizes(value, inputs.scores, options.value_layout)
-    locations, weights = inputs.points.contiguous(), inputs.scores.contiguous()
-    if inputs.reference_points is not None:
-        locations = sampling_locations_from_offsets(inputs.reference_points, locations, inputs.spatial_shapes)
-        weights = weights.float().flatten(3).softmax(-1)
-    no_cell = sizes.batch * sizes.num_heads * sizes.value_length * 4
-    cells = weights.new_empty(weights.numel(), dtype=torch.int32 if no_cell <= _MAX_INT32 else torch.int64)
-    grad_value = torch.empty_like(value, dtype=dtype, memory_format=torch.contiguous_format)
-    tables = {name: getattr(inputs, name).contiguous() for name in ("spatial_shapes", "level_start_index")}
-    constants = _convention_arguments(sizes, options) | {"num_queries": sizes.num_queries, **tables}
-    cell_launch(locations, cells, no_cell, sizes, constants).run(value)
-    cells, order = torch.sort(cells, stable=True)
-    numbers = torch.arange(no_cell + 1, dtype=cells.dtype, device=cells.device)
-    cell_starts = torch.searchsorted(cells, numbers, out_int32=cells.numel() <= _MAX_INT32)
-    gathered = {"locations": locations, "attention_weights": weights, "order": order, "cell_starts": cell_starts}
-    gather_launch(grad_output, gathered, grad_value, sizes, options, constants).run(value)
-    return grad_value
-
-
-def cell_launch(locations: Tensor, cells: Tensor, no_cell: int, sizes: Sizes, constants: dict[str, Any]) -> Launch:
-    """Returns the launch that fills `cells`."""
-    num_samples = cells.numel() // sizes.batch
-    arguments = {
-        "locations": locations,
-        "cells": cells,
-        "value_length": sizes.value_length,
-        "no_cell": no_cell,
-        "BLOCK_I": _CELL_BLOCK,
-        **constants,
-    }
-    return Launch(cell_kernel, triton.cdiv(num_samples, _CELL_BLOCK) * sizes.batch, arguments, num_warps=4)
-
-
-def gather_launch(
-    grad_output: Tensor,
-    gathered: dict[str, Tensor],
-    grad_value: Tensor,
-    sizes: Sizes,
-    options: Options,
-    constants: dict[str, Any],
-) -> Launch:
-    """Returns the launch that fills `grad_value`."""
-    block_d = triton.next_power_of_2(sizes.head_dim)
-    arguments = {
-        "grad_output": grad_output.contiguous(),
-        **gathered,
-        "grad_value": grad_value,
-        "value_length": sizes.value_length,
-        "D": sizes.head_dim,
-        "HEAD_MAJOR": options.value_layout == "BNLC",
-        "BLOCK_I": max(1, _GATHER_ELEMENTS // block_d),
-        "BLOCK_D": block_d,
-        **constants,
-    }
-    return Launch(gather_kernel, sizes.batch * sizes.num_heads * sizes.value_length, arguments, num_warps=1)
-
-
 def _num_programs(sizes: Sizes, tile: Tile) -> int:
     return triton.cdiv(sizes.num_queries, tile.block_q) * sizes.num_heads * sizes.batch
 
 
 def _tensor_arguments(inputs: Inputs) -> dict[str, Tensor | None]:
     return {name: None if tensor is None else tensor.contiguous() for name, tensor in inputs._asdict().items()}
-
-
-def _convention_arguments(sizes: Sizes, options: Options) -> dict[str, Any]:
-    return {
-        "M": sizes.num_heads,
-        "L": sizes.num_levels,
-        "K": sizes.num_points,
-        "PAIR_FIRST": options.sampling_locations_layout == "B2QHLP",
-        "BORDER": options.padding_mode == "border",
-        "ALIGN_CORNERS": options.align_corners,
-    }
 
 
 def _size_arguments(sizes: Sizes, options: Options, inputs: Inputs, tile: Tile) -> dict[str, Any]:
@@ -372,5 +283,5 @@ def _size_arguments(sizes: Sizes, options: Options, inputs: Inputs, tile: Tile) 
         "BLOCK_L": triton.next_power_of_2(sizes.num_levels),
         "BLOCK_K": tile.block_k,
         "BLOCK_D": tile.block_d,
-        **_convention_arguments(sizes, options),
+        **convention_arguments(sizes, options),
     }

@@ -20,6 +20,8 @@ itself, since adds that return to one sector wait for each other. Where levels o
 there are sectors, counters share them, see `find_counter`.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -67,10 +69,25 @@ def expect_buckets(value_length: int, num_levels: int, num_samples: int) -> int:
     return value_length // _ORDINARY_TILE + num_levels + num_samples // BUCKET_LIMIT
 
 
-def choose_sector_bits(value_length: int, num_levels: int, num_samples: int) -> int:
-    """Returns the binary logarithm of the sectors for counters of an item and head; arguments as above."""
+class BucketSizes(NamedTuple):
+    """What the host knows of the buckets of an item and head.
+
+    Args:
+        bound: rows of the tables.
+        programs: in the kernels that take buckets.
+        sector_bits: binary logarithm of the number of sectors for counters.
+    """
+
+    bound: int
+    programs: int
+    sector_bits: int
+
+
+def size_buckets(value_length: int, num_levels: int, num_samples: int) -> BucketSizes:
+    """Returns them; arguments as above."""
     sizes = (value_length, num_levels, num_samples)
-    return (max(triton.cdiv(bound_buckets(*sizes), SECTOR.value), expect_buckets(*sizes)) - 1).bit_length()
+    bound, expected = bound_buckets(*sizes), expect_buckets(*sizes)
+    return BucketSizes(bound, expected, (max(triton.cdiv(bound, SECTOR.value), expected) - 1).bit_length())
 
 
 @triton.jit
@@ -196,6 +213,15 @@ def join_buckets(bucket, joins):
     return lowest_bit(group), count_bits(group & ((1 << lane) - 1)), count_bits(group)
 
 
+@triton.jit
+def count_sample(counters, left, top, weights_x, weights_y, query, exists, num_queries, level_bin, sector_bits, lane):
+    """Counts the samples of a warp at (left, top) in their buckets, those that weigh anything."""
+    joins = exists & (query < num_queries) & (weights_x > 0) & (weights_y > 0)
+    bucket, _, _ = find_bucket(left, top, query, level_bin)
+    leader, _, size = join_buckets(bucket, joins)
+    tl.atomic_add(counters + find_counter(bucket, sector_bits), size, mask=joins & (lane == leader), sem="relaxed")
+
+
 @triton.jit(do_not_specialize=["num_queries", "sector_bits"])
 def count_kernel(
     spatial_shapes,  # [L, 2] (h, w) int32 or int64
@@ -239,11 +265,10 @@ def count_kernel(
             x, y = place_sample(place, offset, height, width, offset_dtype, K, REFERENCE)
             left, _, weight_left, weight_right = weigh_pixels(x, width, THIN)
             top, _, weight_top, weight_bottom = weigh_pixels(y, height, THIN)
-            joins = exists & (query < num_queries) & (weight_left + weight_right > 0) & (weight_top + weight_bottom > 0)
-            bucket, _, _ = find_bucket(left, top, query, level_bin)
-            leader, _, size = join_buckets(bucket, joins)
-            counter = counters + find_counter(bucket, sector_bits)
-            tl.atomic_add(counter, size, mask=joins & (lane == leader), sem="relaxed")
+            weights_x, weights_y = weight_left + weight_right, weight_top + weight_bottom
+            count_sample(
+                counters, left, top, weights_x, weights_y, query, exists, num_queries, level_bin, sector_bits, lane
+            )
 
 
 @triton.jit(do_not_specialize=["bound", "sector_bits"])
@@ -271,3 +296,23 @@ def scan_kernel(
         tl.store(counter, start, mask=mask)
         total += tl.sum(size, 0)
     tl.store(starts + num_buckets, total)
+
+
+@triton.jit(do_not_specialize=["bound", "sector_bits"])
+def seat_kernel(
+    bins,  # [L + 1, 3], see plan_kernel
+    counters,  # [B, M, 2^sector_bits, SECTOR] int32, see there; written
+    starts,  # [B, M, bound + 1] int32, see scan_kernel
+    bound,
+    sector_bits,
+    L: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sets the counters of an item and head to the starts that an earlier scan has left."""
+    counters += tl.program_id(0).to(tl.int64) * (SECTOR << sector_bits)
+    starts += tl.program_id(0).to(tl.int64) * (bound + 1)
+    num_buckets = count_buckets(bins, L)
+    for first in range(0, num_buckets, BLOCK):
+        bucket = first + tl.arange(0, BLOCK)
+        mask = bucket < num_buckets
+        tl.store(counters + find_counter(bucket, sector_bits), tl.load(starts + bucket, mask=mask), mask=mask)

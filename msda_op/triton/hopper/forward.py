@@ -1,7 +1,8 @@
 """Forward kernel of the Hopper path.
 
 Legend: B batch, Q queries, S rows of value, M heads, D channels a head, L levels, K points.
-One program computes 32 channels of one head of 2 * WARPS * ITERATIONS queries. Nothing is atomic.
+One program computes 32 channels of one head of 2 * WARPS * ITERATIONS queries. With COUNT, samples are counted on the
+way, by atomics, into the buckets where the backward pass will leave their records. Nothing else is atomic.
 
 Lanes hold samples (see `samples`) until the pixels are read. Reading, they stand like this:
 
@@ -19,6 +20,7 @@ sums; they exchange and keep two channels each.
 import triton
 import triton.language as tl
 
+from msda_op.triton.hopper.buckets import SECTOR, count_sample, load_bin
 from msda_op.triton.hopper.primitives import load_words4, pack_halves, shuffle, shuffle_xor, store_words2
 from msda_op.triton.hopper.samples import (
     load_lane_level,
@@ -168,18 +170,21 @@ def store_sums(output, sums, lane, mask):
         tl.store(target.to(tl.pointer_type(tl.int32), bitcast=True), pack_halves(low, high, dtype), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_queries", "batch_stride", "head_stride"])
+@triton.jit(do_not_specialize=["num_queries", "batch_stride", "head_stride", "sector_bits"])
 def forward_kernel(
     value,  # [B, S, M, D] or [B, M, S, D] by its strides; bfloat16, float16 or float32
     spatial_shapes,  # [L, 2] (h, w) int32 or int64
     level_start_index,  # [L] first row of value, int32 or int64
+    bins,  # [L + 1, 3], see buckets.plan_kernel; None without COUNT
     places,  # [B, Q, M, L, K, 2] (x, y) locations, or [B, Q, L, REFERENCE] reference points, float32
     offsets,  # [B, Q, M, L, K, 2] (x, y); None for locations
     weights,  # [B, Q, M, L, K] attention weights, or logits
     output,  # [B, Q, M, D], dtype of value
+    counters,  # [B, M, 2^sector_bits, SECTOR] int32, see buckets.plan_kernel; None without COUNT
     num_queries,
     batch_stride,
     head_stride,
+    sector_bits,
     PIXEL_STRIDE: tl.constexpr,
     M: tl.constexpr,
     D: tl.constexpr,
@@ -187,6 +192,7 @@ def forward_kernel(
     K: tl.constexpr,
     REFERENCE: tl.constexpr,
     THIN: tl.constexpr,
+    COUNT: tl.constexpr,
     WARPS: tl.constexpr,
     ITERATIONS: tl.constexpr,
 ):
@@ -215,6 +221,9 @@ def forward_kernel(
 
     level, point, exists, height, width, start = load_lane_level(spatial_shapes, level_start_index, lane, 0, L, K)
     strides = load_row_strides(spatial_shapes, 0, PIXEL_STRIDE, L, K, THIN)
+    if COUNT:
+        counters += (item * M + head) * (SECTOR << sector_bits)
+        level_bin = load_bin(bins, level)
     query = first_query + (thread >> 5) * 2 + (lane >> 4)
     last_query = num_queries - 1
     place, offset, weight = load_sample(
@@ -231,6 +240,12 @@ def forward_kernel(
         attention = tl.where(exists, attention, 0.0)
         left, _, weight_left, weight_right = weigh_pixels(x, width, THIN)
         top, _, weight_top, weight_bottom = weigh_pixels(y, height, THIN)
+        if COUNT:
+            counts = exists & (channel == 0)
+            weights_x, weights_y = weight_left + weight_right, weight_top + weight_bottom
+            count_sample(
+                counters, left, top, weights_x, weights_y, query, counts, num_queries, level_bin, sector_bits, lane
+            )
         pixel, turned = place_block(left, top, width, start, THIN)
         pixels = pixel * PIXEL_STRIDE
         weight_left, weight_right = turn_block(turned, weight_left, weight_right, THIN)
@@ -243,6 +258,8 @@ def forward_kernel(
                 spatial_shapes, level_start_index, lane, sweep, L, K
             )
             strides = load_row_strides(spatial_shapes, sweep, PIXEL_STRIDE, L, K, THIN)
+            if COUNT:
+                level_bin = load_bin(bins, level)
             query = tl.where(sweep == 0, query + 2 * WARPS, query)
         else:
             query += 2 * WARPS

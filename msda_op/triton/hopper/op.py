@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from msda_op.levels import LevelStarts, SpatialShapes, device_tables, may_be_thin
-from msda_op.triton.hopper.launch import Call, Wanted, prepare_call, run_backward, run_forward
+from msda_op.triton.hopper.call import Call, prepare_call
+from msda_op.triton.hopper.launch import Buckets, Wanted, run_backward, run_forward
 from msda_op.triton.hopper.tuning import Scatter
 
 
@@ -83,6 +84,7 @@ def backward(
     value_layout: str = "BLNC",
     thin_levels: bool | None = None,
     scatter: Scatter = "records",
+    counted: Buckets | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of `forward`.
 
@@ -101,6 +103,7 @@ def backward(
         value_layout: "BLNC" or "BNLC".
         thin_levels: as in `forward`.
         scatter: the way to the gradient of `value`, "atomics" or "records"; deterministic gradients need records.
+        counted: tables of the buckets from `launch.run_counting_forward` of the same inputs, which saves counting.
 
     Returns:
         Gradients of value, locations and weights in the dtypes of their inputs; None where not asked for.
@@ -113,7 +116,7 @@ def backward(
         None,
         torch.empty_like(call.weights) if compute_grad_attention_weights else None,
     )
-    grad_value = run_backward(call, grad_output, wanted, compute_grad_value, None, scatter, deterministic)
+    grad_value = run_backward(call, grad_output, wanted, compute_grad_value, None, scatter, deterministic, counted)
     return None if grad_value is None else grad_value.to(value.dtype), wanted.locations, wanted.weights
 
 
@@ -134,6 +137,7 @@ def fused_backward(
     value_layout: str = "BLNC",
     thin_levels: bool | None = None,
     scatter: Scatter = "records",
+    counted: Buckets | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of `fused_forward`; arguments as there and in `backward`.
 
@@ -155,7 +159,7 @@ def fused_backward(
         torch.empty_like(offsets) if direct_offsets else None,
         torch.empty_like(call.weights) if compute_grad_attention_logits else None,
     )
-    grad_value = run_backward(call, grad_output, wanted, compute_grad_value, None, scatter, deterministic)
+    grad_value = run_backward(call, grad_output, wanted, compute_grad_value, None, scatter, deterministic, counted)
     grad_value = None if grad_value is None else grad_value.to(value.dtype)
     grad_references, grad_offsets = None, wanted.offsets
     if wanted.locations is not None:

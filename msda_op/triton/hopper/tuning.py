@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-Pass = Literal["forward", "backward", "fused backward"]
+Pass = Literal["forward", "count", "backward", "fused backward"]
 Regime = Literal["few", "some", "many"]
 Scatter = Literal["atomics", "records"]
 
@@ -25,6 +25,9 @@ LAUNCH_SHAPES: dict[tuple[int, Pass, Regime], LaunchShape] = {
     (90, "forward", "few"): LaunchShape(4, 1, 56),
     (90, "forward", "some"): LaunchShape(1, 1),
     (90, "forward", "many"): LaunchShape(4, 4),
+    (90, "count", "few"): LaunchShape(4, 1),
+    (90, "count", "some"): LaunchShape(1, 1),
+    (90, "count", "many"): LaunchShape(4, 4),
     (90, "backward", "few"): LaunchShape(4, 1),
     (90, "backward", "some"): LaunchShape(1, 1),
     (90, "backward", "many"): LaunchShape(4, 4, 124),

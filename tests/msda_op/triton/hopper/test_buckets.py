@@ -10,6 +10,7 @@ from torch import Tensor
 from msda_op.levels import may_be_thin
 from msda_op.triton.hopper import buckets, launch
 from msda_op.triton.hopper.buckets import WINDOW_FIELDS, bound_buckets, expect_buckets
+from msda_op.triton.hopper.call import Call, prepare_call
 from parity.cases import Case, OpInputs, make_inputs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -41,22 +42,21 @@ TABLES = {
 }
 
 
-def empty_call(table: Table, num_queries: int, num_points: int) -> launch.Call:
+def empty_call(table: Table, num_queries: int, num_points: int) -> Call:
     """Returns a call whose level table has reached the device, all samples at the upper left corner."""
     num_levels = len(table.shapes)
     locations = torch.zeros(1, num_queries, 1, num_levels, num_points, 2, device=DEVICE)
     value = torch.zeros(1, table.length, 1, 32, dtype=torch.bfloat16, device=DEVICE)
     tables = (torch.tensor(table.shapes, device=DEVICE), torch.tensor(table.starts, device=DEVICE))
-    return launch.prepare_call(value, tables, locations, None, locations[..., 0].bfloat16(), "BLNC", True)
+    return prepare_call(value, tables, locations, None, locations[..., 0].bfloat16(), "BLNC", True)
 
 
-def plan(call: launch.Call) -> launch.Buckets:
+def plan(call: Call) -> launch.Buckets:
     """Returns filled tables; what the kernels do not write stays -1."""
-    planned, counters = launch.allocate_buckets(call)
-    for tensor in (planned.bins, planned.windows, planned.starts, counters):
+    planned, counters = launch.allocate_buckets(call), launch.allocate_counters(call)
+    for tensor in (*planned, counters):
         tensor.fill_(-1)
-    for each in launch.plan_launches(call, planned, counters):
-        each.run(call.value)
+    launch.plan_launch(call, planned, counters).run(call.value)
     return planned
 
 
@@ -66,10 +66,11 @@ def test_windows_hold_every_upper_left_pixel_of_their_tile(
     table: Table, num_queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(buckets, "BUCKET_LIMIT", 8)  # so that tiles are split
-    planned = plan(empty_call(table, num_queries, 2))
+    call = empty_call(table, num_queries, 2)
+    planned = plan(call)
     bins, windows = planned.bins.tolist(), planned.windows.tolist()
     total = bins[-1][2]
-    assert 0 < total <= planned.bound
+    assert 0 < total <= call.bucket_sizes.bound
     assert all(row == [-1] * WINDOW_FIELDS.value for row in windows[total:])
     seen = set()
     for (height, width), start, (tiles, split_mask, first), (_, _, end) in zip(
@@ -116,12 +117,12 @@ def test_splits_of_an_encoder() -> None:
     table = packed((100, 167), (50, 84), (25, 42), (13, 21))
     call = empty_call(table, 1, 4)
     call = call._replace(sizes=call.sizes._replace(num_queries=22223))
-    planned, counters = launch.allocate_buckets(call)
-    launch.plan_launches(call, planned, counters)[0].run(call.value)
+    planned, counters = launch.allocate_buckets(call), launch.allocate_counters(call)
+    launch.plan_launch(call, planned, counters).run(call.value)
     assert planned.bins[:, 1].tolist()[:4] == [0, 0, 3, 15]
     assert planned.bins[-1, 2] == 33 * 24 + 17 * 12 + 8 * 6 * 4 + 4 * 3 * 16
     assert planned.bins[-1, 2] <= counters.shape[1]  # a sector to each
-    assert 4 * planned.bound + counters[0].nbytes < 2**17  # starts and counters of an item and head
+    assert 4 * call.bucket_sizes.bound + counters[0].nbytes < 2**17  # starts and counters of an item and head
 
 
 @pytest.mark.parametrize(
@@ -139,27 +140,65 @@ def test_records_give_back_every_sample_in_the_image_once(
     value = inputs.value.new_zeros(case.batch, table.length, case.num_heads, 32)
     tables = (torch.tensor(table.shapes, device=DEVICE), torch.tensor(table.starts, device=DEVICE))
     samples = (inputs.sampling_locations, None, inputs.attention_weights)
-    call = launch.prepare_call(value, tables, *samples, "BLNC", may_be_thin(table.shapes))
-    filled, counters = launch.allocate_buckets(call)
-    for each in launch.plan_launches(call, filled, counters):
-        each.run(value)
+    call = prepare_call(value, tables, *samples, "BLNC", may_be_thin(table.shapes))
+    filled, counters = launch.count_samples(call)
+    records = launch.allocate_records(call)
     nothing = launch.Wanted(None, None, None)
-    launch.main_launch(call, inputs.grad_output, nothing, None, filled, counters).run(value)
+    launch.main_launch(call, inputs.grad_output, nothing, None, filled, counters, records).run(value)
     total = int(filled.bins[-1, 2])
     # No gap, and none runs into the next.
     assert torch.equal(filled.starts[:, 1 : total + 1], counters.transpose(1, 2).flatten(1)[:, :total])
     for plane in range(case.batch * case.num_heads):
-        found = read_records(filled, plane, table)
+        found = read_records(filled, records, plane, table)
         expected = expected_samples(inputs, *divmod(plane, case.num_heads))
         assert [sample[:3] for sample in found] == [sample[:3] for sample in expected]
         places = torch.tensor([sample[3:] for sample in found]), torch.tensor([sample[3:] for sample in expected])
         torch.testing.assert_close(*places, rtol=0, atol=1 / 2000)  # records round to 1/2048 of a pixel
 
 
+@pytest.mark.parametrize("num_coordinates", [0, 2, 4])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("around", ((9, 17), (5, 8), (2, 2)), num_queries=7, head_dim=32, num_points=3),
+        Case("two passes", ((9, 17), (5, 8)), num_queries=5, head_dim=32, num_points=9, placement="edges"),
+        Case("wide", ((9, 17), (5, 8)), num_queries=9, head_dim=64, num_points=2, placement="broken"),
+        Case("thin", ((1, 30), (31, 1), (2, 100)), num_queries=4, head_dim=32, placement="far"),
+    ],
+    ids=lambda case: case.name,
+)
+def test_forward_counts_what_the_count_kernel_does(
+    case: Case, num_coordinates: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buckets, "BUCKET_LIMIT", 4)  # so that tiles are split
+    if num_coordinates and len(case.spatial_shapes) * -(-case.num_points // 4) > 4:
+        pytest.skip("more than a softmax of 16 lanes holds")
+    inputs = make_inputs(case, torch.bfloat16, DEVICE, seed=0)
+    table = packed(*case.spatial_shapes)
+    tables = (torch.tensor(table.shapes, device=DEVICE), torch.tensor(table.starts, device=DEVICE))
+    samples: tuple = (inputs.sampling_locations, None)
+    if num_coordinates:
+        points = torch.rand(case.batch, case.num_queries, len(table.shapes), num_coordinates).to(DEVICE)
+        samples = (points, inputs.sampling_locations * 3)
+    thin = may_be_thin(table.shapes)
+    call = prepare_call(inputs.value, tables, *samples, inputs.attention_weights, "BLNC", thin)
+    output, counted = launch.run_counting_forward(call)
+    torch.testing.assert_close(output, launch.run_forward(call), rtol=0, atol=0, equal_nan=True)
+    expected, counters = launch.count_samples(call)
+    total = int(expected.bins[-1, 2])
+    assert torch.equal(counted.bins[:-1], expected.bins[:-1])
+    assert total == counted.bins[-1, 2]
+    assert torch.equal(counted.windows[:total], expected.windows[:total])
+    assert torch.equal(counted.starts[:, : total + 1], expected.starts[:, : total + 1])
+    assert total > 0
+    seats = launch.take_seats(call, counted)
+    assert torch.equal(*(seat.transpose(1, 2).flatten(1)[:, :total] for seat in (seats, counters)))
+
+
 Sample = tuple[int, int, int, float, float]
 
 
-def read_records(filled: launch.Buckets, plane: int, table: Table) -> list[Sample]:
+def read_records(filled: launch.Buckets, records: Tensor, plane: int, table: Table) -> list[Sample]:
     """Returns (level, query, bits of the weight, x, y in pixels) of the records of an item and head, sorted."""
     found = []
     firsts = filled.bins[:, 2].tolist()
@@ -168,7 +207,7 @@ def read_records(filled: launch.Buckets, plane: int, table: Table) -> list[Sampl
         first_row, width, *_ = filled.windows[bucket].tolist()
         top, left = divmod(first_row - table.starts[level], width)
         for place in range(filled.starts[plane, bucket], filled.starts[plane, bucket + 1]):
-            word0, word1 = (word & 0xFFFFFFFF for word in filled.records[plane, place].tolist())
+            word0, word1 = (word & 0xFFFFFFFF for word in records[plane, place].tolist())
             x, y = (word0 >> 16) / 2048 - 1, (word1 & 0x7FFF) / 2048 - 1
             found.append((level, word1 >> 15, word0 & 0xFFFF, left + x, top + y))
     return sorted(found)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from msda_op import fused_ms_deform_attn, ms_deform_attn, ms_deform_attn_backward
-from msda_op.triton import hopper
+from msda_op.triton import hopper, launch
 from msda_op.triton.hopper import tuning
 from parity.cases import INPUT_NAMES, Case, make_inputs
 from parity.comparisons import compare_op, evaluate
@@ -70,9 +70,9 @@ def test_pairs_of_thick_levels_alone_save_the_work_for_thin_ones(
     shapes: tuple, on_device: bool, monkeypatch: pytest.MonkeyPatch, calls: list[str]
 ) -> None:
     told = []
-    original = hopper.launch.prepare_call
-    monkeypatch.setattr(hopper.launch, "prepare_call", lambda *args: told.append(args[-1]) or original(*args))
-    monkeypatch.setattr(hopper.op, "prepare_call", hopper.launch.prepare_call)
+    original = hopper.call.prepare_call
+    for module in (launch, hopper.op):
+        monkeypatch.setattr(module, "prepare_call", lambda *args: told.append(args[-1]) or original(*args))
     inputs = make_inputs(replace(CASE, spatial_shapes=shapes), torch.bfloat16, DEVICE, seed=0)
     table = (shapes, None)
     if on_device:
@@ -92,6 +92,42 @@ def test_fused_op(num_coordinates: int, way: dict, calls: list[str]) -> None:
     results = compare_fused(op, inputs, FUSED_INPUT_NAMES)
     assert [result for result in results if not result.passed] == []
     assert calls == ["forward_launch", "fused_backward"]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_backward_uses_what_the_forward_counted_any_number_of_times(
+    fused: bool, monkeypatch: pytest.MonkeyPatch, calls: list[str]
+) -> None:
+    monkeypatch.setattr(tuning, "_MIN_RECORDS", 0)
+    runs = []
+    for name in ("run_counting_forward", "count_samples", "take_seats"):
+        original = getattr(hopper.launch, name)
+        monkeypatch.setattr(hopper.launch, name, lambda *args, n=name, run=original: runs.append(n) or run(*args))
+    keywords = {"deterministic": False, "backend": "triton"}
+    if fused:
+        inputs = make_fused_inputs(CASE, torch.bfloat16, DEVICE, 0, 2)
+        value = inputs.value.requires_grad_()
+        rest = (inputs.reference_points, inputs.sampling_offsets, inputs.attention_logits)
+        output = fused_ms_deform_attn(value, CASE.spatial_shapes, None, *rest, **keywords)
+    else:
+        inputs = make_inputs(CASE, torch.bfloat16, DEVICE, seed=0)
+        value = inputs.value.requires_grad_()
+        rest = (inputs.sampling_locations, inputs.attention_weights)
+        output = ms_deform_attn(value, CASE.spatial_shapes, None, *rest, **keywords)
+    first, again = (torch.autograd.grad(output, value, inputs.grad_output, retain_graph=True)[0] for _ in range(2))
+    torch.testing.assert_close(first, again, rtol=1e-2, atol=1e-3)
+    assert first.abs().max() > 0.1
+    assert runs == ["run_counting_forward", "take_seats", "take_seats"]
+
+
+def test_forward_counts_nothing_where_value_needs_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "_MIN_RECORDS", 0)
+    monkeypatch.setattr(hopper.launch, "run_counting_forward", None)
+    inputs = make_inputs(CASE, torch.bfloat16, DEVICE, seed=0)
+    weights = inputs.attention_weights.requires_grad_()
+    rest = (CASE.spatial_shapes, None, inputs.sampling_locations, weights)
+    output = ms_deform_attn(inputs.value, *rest, deterministic=False, backend="triton")
+    assert torch.autograd.grad(output.sum(), weights)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("placement", ["far", "broken"])
