@@ -40,7 +40,7 @@ TILE_W = tl.constexpr(7)
 WINDOW_H = tl.constexpr(4)
 WINDOW_W = tl.constexpr(8)
 SECTOR = tl.constexpr(8)  # int32 of 32 bytes
-WINDOW_FIELDS = tl.constexpr(6)  # numbers of a row of `windows`, see `plan_kernel`
+WINDOW_FIELDS = tl.constexpr(7)  # numbers of a row of `windows`, see `plan_kernel`
 
 # Samples that an even spread may bring to a bucket: fewer cost more windows to flush, more leave the card without
 # enough programs. Tiles that expect more are halved until none does.
@@ -62,6 +62,11 @@ def bound_buckets(value_length: int, num_levels: int, num_samples: int) -> int:
         num_samples: Q * L * K.
     """
     return value_length // 3 + num_levels + 2 * num_samples // BUCKET_LIMIT
+
+
+def bound_split_buckets(num_samples: int) -> int:
+    """Returns the most buckets of split tiles that an item and head can have, by the second argument above."""
+    return 2 * num_samples // BUCKET_LIMIT
 
 
 def expect_buckets(value_length: int, num_levels: int, num_samples: int) -> int:
@@ -129,8 +134,9 @@ def plan_kernel(
     """Plans the buckets of an item and head. All programs zero counters; those of the first plane write the tables.
 
     The row of a bucket: first row of value of its window, w of the level, columns and rows of the level from there,
-    colour of the tile, and buckets of the tile (0 behind the first of them). Tiles of one colour (row % 2 * 2 + column
-    % 2) have windows that do not meet.
+    colour of the tile, buckets of the tile (0 behind the first of them), and its number among the buckets of split
+    tiles (-1 where the tile is not split). Tiles of one colour (row % 2 * 2 + column % 2) have windows that do not
+    meet.
     """
     plane, first_block = split_bucket_program(programs)
     total = 0
@@ -151,6 +157,7 @@ def plan_kernel(
         tl.store(counters + find_counter(bucket, sector_bits), bucket * 0, mask=bucket < total)
         if plane == 0:
             first = 0
+            first_split = 0
             for level in tl.static_range(L):
                 height, width = load_extent(spatial_shapes, level)
                 rows, columns, splits = plan_level(height, width, level_samples, LIMIT)
@@ -169,6 +176,8 @@ def plan_kernel(
                 tl.store(row + 3, height - top, mask=mask)
                 tl.store(row + 4, tile_y % 2 * 2 + tile_x % 2, mask=mask)
                 tl.store(row + 5, tl.where((bucket - first) % splits == 0, splits, 0), mask=mask)
+                tl.store(row + 6, tl.where(splits > 1, first_split + bucket - first, -1), mask=mask)
+                first_split += tl.where(splits > 1, end - first, 0)
                 first = end
 
 

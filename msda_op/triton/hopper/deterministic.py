@@ -1,13 +1,17 @@
 """The same gradient of value in every run: records in order, windows added in order.
 
 Which records a bucket holds does not depend on the run, but their order does: atomics hand out the places. Sorted by
-`sort_kernel`, they are the same, and so are the sums that `reduce` makes of a tile. It then adds the windows of a tile
-in four launches, one for each colour: tiles of a colour have windows that do not meet, so that a pixel gets at most one
-sum of each colour, and always in the order of the colours. Nothing is stored beside the records.
+`sort_kernel`, they are the same, and so are the sums that `reduce` makes of a bucket. Windows are added in four
+launches, one for each colour: tiles of a colour have windows that do not meet, so that a pixel gets at most one sum of
+each colour, and always in the order of the colours.
 
     0 1 0 1
     2 3 2 3      colour of a tile = row % 2 * 2 + column % 2; windows reach over into the next row and column
     0 1 0 1
+
+A split tile would take as long as all its buckets one after the other. So a launch before stores their windows, as
+parts, which the tile adds up in order. Their number has a bound, `buckets.bound_split_buckets`, and they are made for
+some items and heads at a time, which stay below `PART_BYTES`.
 """
 
 import triton
@@ -16,6 +20,9 @@ import triton.language as tl
 from msda_op.triton.hopper.buckets import count_buckets, split_bucket_program
 
 NUM_COLOURS = 4
+
+# Most memory for parts of more than one item and head.
+PART_BYTES = 32 * 2**20
 
 # Above every record: a record's query is never alone with 15 set bits of y, which stays below 9 * 2048.
 LAST_RECORD = tl.constexpr(0x7FFFFFFFFFFFFFFF)

@@ -4,7 +4,7 @@ Calls must be ones that `supports` takes; tensors may have any strides (copied w
 aligned). All that depends on the sizes of levels is computed on the device.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -13,7 +13,7 @@ from torch import Tensor
 from msda_op.triton.hopper import buckets as plan
 from msda_op.triton.hopper.backward import backward_kernel
 from msda_op.triton.hopper.call import Call, align
-from msda_op.triton.hopper.deterministic import NUM_COLOURS, sort_kernel
+from msda_op.triton.hopper.deterministic import NUM_COLOURS, PART_BYTES, sort_kernel
 from msda_op.triton.hopper.forward import forward_kernel
 from msda_op.triton.hopper.reduce import reduce_kernel
 from msda_op.triton.hopper.tuning import (
@@ -48,6 +48,22 @@ class Buckets(NamedTuple):
     bins: Tensor
     windows: Tensor
     starts: Tensor
+
+
+class Ordered(NamedTuple):
+    """One step of a reduction in a fixed order, see `deterministic`.
+
+    Args:
+        stage: "parts", or the colour of tiles.
+        planes: items and heads, as item * M + head.
+        parts: `[len(planes) or more, num_parts * 32 * D]` float32.
+        num_parts: of an item and head.
+    """
+
+    stage: Literal["parts"] | int
+    planes: range
+    parts: Tensor
+    num_parts: int
 
 
 def run_forward(call: Call) -> Tensor:
@@ -146,9 +162,23 @@ def run_backward(
     assert grad_value is not None
     if deterministic:
         sort_launch(call, buckets, records).run(call.value)
-    for colour in range(NUM_COLOURS) if deterministic else (None,):
-        reduce_launch(call, grad_output, buckets, records, grad_value, colour).run(call.value)
+        _reduce_in_order(call, grad_output, buckets, records, grad_value)
+    else:
+        reduce_launch(call, grad_output, buckets, records, grad_value).run(call.value)
     return grad_value
+
+
+def _reduce_in_order(call: Call, grad_output: Tensor, buckets: Buckets, records: Tensor, grad_value: Tensor) -> None:
+    sizes = call.sizes
+    num_parts = plan.bound_split_buckets(sizes.num_queries * sizes.num_levels * sizes.num_points)
+    words = num_parts * plan.WINDOW_H.value * plan.WINDOW_W.value * sizes.head_dim
+    num_planes = min(call.planes, max(1, PART_BYTES // (4 * max(words, 1))))
+    parts = torch.empty(num_planes, words, dtype=torch.float32, device=call.value.device)
+    for first in range(0, call.planes, num_planes):
+        planes = range(first, min(first + num_planes, call.planes))
+        for stage in ("parts", *range(NUM_COLOURS)):
+            step = Ordered(stage, planes, parts, num_parts)
+            reduce_launch(call, grad_output, buckets, records, grad_value, step).run(call.value)
 
 
 def _zeros(call: Call) -> Tensor:
@@ -295,9 +325,14 @@ def main_launch(
 
 
 def reduce_launch(
-    call: Call, grad_output: Tensor, buckets: Buckets, records: Tensor, grad_value: Tensor, colour: int | None
+    call: Call,
+    grad_output: Tensor,
+    buckets: Buckets,
+    records: Tensor,
+    grad_value: Tensor,
+    step: Ordered | None = None,
 ) -> Launch:
-    """Returns the launch that adds the records to `grad_value`, those of all tiles or of the tiles of one colour."""
+    """Returns the launch that adds the records to `grad_value`, all in any order, or takes one step in order."""
     sizes, bucket_sizes = call.sizes, call.bucket_sizes
     arguments = {
         "bins": buckets.bins,
@@ -306,18 +341,22 @@ def reduce_launch(
         "records": records,
         "grad_output": grad_output,
         "target": grad_value,
+        "parts": None if step is None else step.parts,
         "num_queries": sizes.num_queries,
         "bound": bucket_sizes.bound,
         "capacity": records.shape[1],
         "programs": bucket_sizes.programs,
-        "colour": 0 if colour is None else colour,
+        "first_plane": 0 if step is None else step.planes.start,
+        "num_parts": 0 if step is None else step.num_parts,
+        "colour": 0 if step is None or step.stage == "parts" else step.stage,
         "M": sizes.num_heads,
         "D": sizes.head_dim,
         "L": sizes.num_levels,
-        "COLOURED": colour is not None,
+        "STAGE": "buckets" if step is None else "parts" if step.stage == "parts" else "colour",
         **call.strides,
     }
-    programs = call.planes * bucket_sizes.programs * (sizes.head_dim // 32)
+    planes = call.planes if step is None else len(step.planes)
+    programs = planes * bucket_sizes.programs * (sizes.head_dim // 32)
     return Launch(reduce_kernel, programs, arguments, 1, REDUCE_REGISTERS[call.value.dtype == torch.float32])
 
 

@@ -35,6 +35,7 @@ from msda_op.triton.hopper.primitives import (
     shuffle,
     shuffle_xor,
     store_shared,
+    store_words4,
     synchronize_warp,
     transpose_matrix,
 )
@@ -184,27 +185,23 @@ def sum_records(records, size, grad_output, window, lane, QUERY_STRIDE: tl.const
 
 
 @triton.jit
-def reduce_run(
-    records,  # of one item and head, at the first of the run
-    size,  # of the run, at least 1
-    grad_output,  # [Q, M, D] of the item, at the head and the first of 32 channels; bfloat16, float16 or float32
-    window,  # W in shared memory, zero; None where grad_output is float32
-    window_row,  # row of `windows`, see buckets.plan_kernel
-    target,  # grad_value of the item and head, at the first channel; float32
-    PIXEL_STRIDE: tl.constexpr,
-    QUERY_STRIDE: tl.constexpr,
-):
-    """Adds a run of records of one tile to 32 channels of the gradient of value."""
+def sum_run(records, size, grad_output, window, QUERY_STRIDE: tl.constexpr):
+    """Returns the upper and the lower two rows of the window of a run of at least one record."""
+    lane = tl.arange(0, 32)
+    if grad_output.dtype.element_ty == tl.float32:
+        return sum_float_records(records, size, grad_output, lane, QUERY_STRIDE)
+    else:
+        return sum_records(records, size, grad_output, window, lane, QUERY_STRIDE)
+
+
+@triton.jit
+def add_window(upper_sums, lower_sums, window_row, target, PIXEL_STRIDE: tl.constexpr):
+    """Adds the window that a row of `windows` describes to 32 channels of the gradient of value."""
     lane = tl.arange(0, 32)
     g = lane >> 2
     t = lane & 3
     columns = tl.load(window_row + 2)
     rows = tl.load(window_row + 3)
-    if grad_output.dtype.element_ty == tl.float32:
-        upper_sums, lower_sums = sum_float_records(records, size, grad_output, lane, QUERY_STRIDE)
-    else:
-        upper_sums, lower_sums = sum_records(records, size, grad_output, window, lane, QUERY_STRIDE)
-
     on_odd = (t & 1) != 0
     corner = target + (tl.load(window_row) + g) * PIXEL_STRIDE + (t >> 1) * 16 + (t & 1) * 4
     row_stride = tl.load(window_row + 1) * PIXEL_STRIDE
@@ -221,7 +218,85 @@ def reduce_run(
         add_floats4(lower + 8, back[0], back[1], back[2], back[3], exists)
 
 
-@triton.jit(do_not_specialize=["num_queries", "batch_stride", "head_stride", "bound", "capacity", "programs", "colour"])
+@triton.jit
+def store_part(part, upper_sums, lower_sums):
+    """Stores the sums of a warp, each lane its own, 16 bytes at a time."""
+    lane = tl.arange(0, 32)
+    place = part + lane * 4
+    everyone = lane >= 0
+    for block in tl.static_range(4):
+        a, b, c, d = upper_sums[block]
+        store_floats4(place + block * 128, a, b, c, d, everyone)
+        a, b, c, d = lower_sums[block]
+        store_floats4(place + (block + 4) * 128, a, b, c, d, everyone)
+
+
+@triton.jit
+def store_floats4(pointer, a, b, c, d, mask):
+    """Stores four float32."""
+    store_words4(
+        pointer,
+        a.to(tl.int32, bitcast=True),
+        b.to(tl.int32, bitcast=True),
+        c.to(tl.int32, bitcast=True),
+        d.to(tl.int32, bitcast=True),
+        mask,
+    )
+
+
+@triton.jit
+def add_block(sums, place):
+    """Returns four sums of a lane plus those stored at `place`."""
+    words = load_words4(place)
+    return (
+        sums[0] + words[0].to(tl.float32, bitcast=True),
+        sums[1] + words[1].to(tl.float32, bitcast=True),
+        sums[2] + words[2].to(tl.float32, bitcast=True),
+        sums[3] + words[3].to(tl.float32, bitcast=True),
+    )
+
+
+@triton.jit
+def sum_parts(parts, starts, splits, PART_STRIDE: tl.constexpr):
+    """Returns the upper and the lower two rows of the window of a split tile: its parts in order."""
+    lane = tl.arange(0, 32)
+    zero = lane * 0.0
+    none = (zero, zero, zero, zero)
+    upper_sums = (none, none, none, none)
+    lower_sums = (none, none, none, none)
+    for split in range(splits):
+        if tl.load(starts + split + 1) > tl.load(starts + split):
+            place = parts + split * PART_STRIDE + lane * 4
+            u0, u1, u2, u3 = upper_sums
+            l0, l1, l2, l3 = lower_sums
+            upper_sums = (
+                add_block(u0, place),
+                add_block(u1, place + 128),
+                add_block(u2, place + 256),
+                add_block(u3, place + 384),
+            )
+            lower_sums = (
+                add_block(l0, place + 512),
+                add_block(l1, place + 640),
+                add_block(l2, place + 768),
+                add_block(l3, place + 896),
+            )
+    return upper_sums, lower_sums
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_queries",
+        "batch_stride",
+        "head_stride",
+        "bound",
+        "capacity",
+        "programs",
+        "first_plane",
+        "num_parts",
+        "colour",
+    ]
+)
 def reduce_kernel(
     bins,  # [L + 1, 3], see buckets.plan_kernel
     windows,  # [bound, WINDOW_FIELDS], see there
@@ -229,31 +304,43 @@ def reduce_kernel(
     records,  # [B, M, capacity, 2, or 4 where grad_output is float32] int32
     grad_output,  # [B, Q, M, D], bfloat16, float16 or float32
     target,  # grad_value in float32, by its strides, zeroed
+    parts,  # [planes, num_parts, D / 32, 1024] float32, windows of buckets of split tiles; None for STAGE "buckets"
     num_queries,
     batch_stride,
     head_stride,
     bound,
     capacity,
     programs,  # of an item and head
-    colour,  # of the tiles to take; not read unless COLOURED
+    first_plane,  # item * M + head that the grid begins with
+    num_parts,
+    colour,  # of the tiles to take; not read unless STAGE is "colour"
     PIXEL_STRIDE: tl.constexpr,
     M: tl.constexpr,
     D: tl.constexpr,
     L: tl.constexpr,
-    COLOURED: tl.constexpr,
+    STAGE: tl.constexpr,
 ):
-    """Adds bucket after bucket; COLOURED, tile after tile of one colour, the buckets of a tile in one run."""
+    """Takes bucket after bucket, STAGE:
+
+    "buckets"   adds each to the gradient, in any order.
+    "parts"     stores the windows of the buckets of split tiles.
+    "colour"    adds tile after tile of one colour, split ones from their parts.
+    """
     CHUNKS: tl.constexpr = D // 32
     RECORD_WORDS: tl.constexpr = 4 if grad_output.dtype.element_ty == tl.float32 else 2
+    PART_STRIDE: tl.constexpr = CHUNKS * 1024
     program = tl.program_id(0) // CHUNKS
-    channel = tl.program_id(0) % CHUNKS * 32
-    plane = (program // programs).to(tl.int64)
+    chunk = tl.program_id(0) % CHUNKS
+    channel = chunk * 32
+    plane = (first_plane + program // programs).to(tl.int64)
     item = plane // M
     head = plane % M
     starts += plane * (bound + 1)
     records += plane * capacity * RECORD_WORDS
     grad_output += item * num_queries * (M * D) + head * D + channel
     target += item * batch_stride + head * head_stride + channel
+    if STAGE != "buckets":
+        parts += ((plane - first_plane) * num_parts * CHUNKS + chunk) * 1024
     window = None
     if grad_output.dtype.element_ty != tl.float32:
         lane = tl.arange(0, 32)
@@ -261,11 +348,22 @@ def reduce_kernel(
         clear_window(window, lane)
     for bucket in range(program % programs, count_buckets(bins, L), programs):
         window_row = windows + bucket * WINDOW_FIELDS
-        count = 1
-        if COLOURED:
-            count = tl.where(tl.load(window_row + 4) == colour, tl.load(window_row + 5), 0)
         start = tl.load(starts + bucket)
-        size = tl.load(starts + bucket + count) - start
+        size = tl.load(starts + bucket + 1) - start
+        if STAGE != "buckets":
+            part = tl.load(window_row + 6)
+        if STAGE == "parts":
+            size = tl.where(part >= 0, size, 0)
+        if STAGE == "colour":
+            splits = tl.where(tl.load(window_row + 4) == colour, tl.load(window_row + 5), 0)
+            size = tl.where((splits > 0) & (part < 0), size, 0)
+            if (splits > 0) & (part >= 0):
+                upper_sums, lower_sums = sum_parts(parts + part * PART_STRIDE, starts + bucket, splits, PART_STRIDE)
+                add_window(upper_sums, lower_sums, window_row, target, PIXEL_STRIDE)
         if size > 0:
             run = records + start * RECORD_WORDS
-            reduce_run(run, size, grad_output, window, window_row, target, PIXEL_STRIDE, M * D)
+            upper_sums, lower_sums = sum_run(run, size, grad_output, window, M * D)
+            if STAGE == "parts":
+                store_part(parts + part * PART_STRIDE, upper_sums, lower_sums)
+            else:
+                add_window(upper_sums, lower_sums, window_row, target, PIXEL_STRIDE)

@@ -42,10 +42,9 @@ LAUNCH_SHAPES: dict[tuple[int, Pass, Regime], LaunchShape] = {
 # be thin take 4 registers more.
 THIN_REGISTERS = 128
 
-# Registers of the reduction, of one warp a program, by whether value is float32. Of halves: as many as ptxas took where
-# the clock was read; more send all loads of a step ahead, of fewer programs, and less spill. Of float32: ptxas alone
-# sends the loads of a step one after the other, each right before its use; told so many, it sends all ahead, at once.
-REDUCE_REGISTERS = {False: 72, True: 104}
+# Registers of the reduction, of one warp a program, by whether value is float32: those with which it spills nothing and
+# sends the loads of a step ahead, at once. ptxas alone sends some of them right before their use.
+REDUCE_REGISTERS = {False: 80, True: 104}
 
 # Most pairs of queries (over items and heads) of a regime. Below the first bound the card is not full anyway; a
 # single warp a program then spreads best; above the second a warp hides its loads behind its own next pair.

@@ -72,7 +72,7 @@ def test_windows_hold_every_upper_left_pixel_of_their_tile(
     total = bins[-1][2]
     assert 0 < total <= call.bucket_sizes.bound
     assert all(row == [-1] * WINDOW_FIELDS.value for row in windows[total:])
-    seen = set()
+    seen, parts = set(), []
     for (height, width), start, (tiles, split_mask, first), (_, _, end) in zip(
         table.shapes, table.starts, bins[:-1], bins[1:], strict=True
     ):
@@ -84,15 +84,20 @@ def test_windows_hold_every_upper_left_pixel_of_their_tile(
                 bucket = first + (top // 3 * tiles + left // 7) * (split_mask + 1)
                 for split in range(split_mask + 1):
                     assert bucket + split < end
-                    corner, row, columns, rows, colour, splits = windows[bucket + split]
+                    corner, row, columns, rows, colour, splits, part = windows[bucket + split]
                     window_top, window_left = divmod(corner - start, width)
                     assert row == width
                     assert (window_top, window_left) == (top // 3 * 3, left // 7 * 7)
                     assert (columns, rows) == (width - window_left, height - window_top)
                     assert colour == top // 3 % 2 * 2 + left // 7 % 2
                     assert splits == (split_mask + 1 if split == 0 else 0)
+                    if split_mask and bucket + split not in seen:
+                        parts.append(part)
+                    assert (part >= 0) == (split_mask > 0)
                     seen.add(bucket + split)
     assert seen == set(range(total))
+    assert sorted(parts) == list(range(len(parts)))
+    assert len(parts) <= buckets.bound_split_buckets(num_queries * len(table.shapes) * 2)
 
 
 @pytest.mark.parametrize("num_samples", [0, 1, 10**3, 10**5])

@@ -28,7 +28,7 @@ report = {}
 
 def compile_kernel(name, kernel, types, warps=1, registers=None, **constants):
     integers = ("num_queries", "batch_stride", "head_stride", "sector_bits", "capacity")
-    integers += ("bound", "programs", "colour", "level_samples")
+    integers += ("bound", "programs", "colour", "level_samples", "first_plane", "num_parts")
     tables = ("bins", "windows", "counters", "starts", "records")
     types = dict.fromkeys(integers, "i32") | dict.fromkeys(tables, "*i32") | {"places": "*fp32"} | types
     types = dict.fromkeys(("spatial_shapes", "level_start_index"), "*i64") | types
@@ -93,9 +93,10 @@ for dtype, reference, regime in calls:
         compile_kernel(name, backward_kernel, types, shape.warps, THIN_REGISTERS, SCATTER=scatter, **launch)
 for dtype in ("bf16", "fp16", "fp32"):
     types = {"grad_output": "*" + dtype, "target": "*fp32"}
-    for coloured in (True, False):
-        name = f"reduce {dtype} {coloured}"
-        compile_kernel(name, reduce_kernel, types, 1, REDUCE_REGISTERS[dtype == "fp32"], COLOURED=coloured, **sizes)
+    for stage in ("buckets",) if dtype == "fp32" else ("buckets", "parts", "colour"):
+        types["parts"] = None if stage == "buckets" else "*fp32"
+        name = f"reduce {dtype} {stage}"
+        compile_kernel(name, reduce_kernel, types, 1, REDUCE_REGISTERS[dtype == "fp32"], STAGE=stage, **sizes)
 compile_kernel("plan", plan_kernel, {}, 2, LIMIT=768, BLOCK=64, **sizes)
 compile_kernel("scan", scan_kernel, {}, 4, BLOCK=1024, **sizes)
 compile_kernel("seat", seat_kernel, {}, 4, BLOCK=1024, **sizes)
@@ -120,7 +121,7 @@ def count(kernel: dict, prefix: str) -> int:
 
 
 def test_nothing_spills(report: dict[str, dict]) -> None:
-    assert len(report) == 51
+    assert len(report) == 52
     assert {name: kernel["stack"] for name, kernel in report.items() if kernel["stack"]} == {}
     assert not any(count(kernel, "STL") + count(kernel, "LDL") for kernel in report.values())
 
@@ -130,7 +131,7 @@ def test_atomics_are_native_relaxed_and_wide(report: dict[str, dict]) -> None:
         atomics = set(re.findall(r"\b(?:atom|red)\.[\w.:]*(?:add|cas|exch)[\w.]*", kernel["ptx"]))
         assert all("relaxed" in atomic for atomic in atomics), name
         floats = {atomic for atomic in atomics if "f32" in atomic}
-        adds_rows = name.startswith(("atomics", "reduce"))
+        adds_rows = name.startswith(("atomics", "reduce")) and "parts" not in name
         assert floats == ({"red.relaxed.gpu.global.add.v4.f32"} if adds_rows else set()), name
         counts = name.startswith(("records", "count"))  # and "counting"
         assert {atomic.rsplit(".", 1)[-1] for atomic in atomics - floats} <= ({"s32", "u32"} if counts else set()), name
@@ -150,7 +151,8 @@ def test_gathers_are_sixteen_wide_loads_and_dot_products_are_on_tensor_cores(rep
             assert count(kernel, "SHFL") == (31 if re.search(" [24] ", name) else 23), name
             assert count(kernel, "BAR") == 0, name
         if name.startswith("reduce"):
-            assert (gathers, count(kernel, "MOVM"), count(kernel, "HMMA")) == (4, 16, 16), name
+            assert (count(kernel, "MOVM"), count(kernel, "HMMA")) == (16, 16), name
+            assert gathers == (12 if "colour" in name else 4), name  # eight of a part
 
 
 def test_float32_is_exact_arithmetic_on_wide_loads(report: dict[str, dict]) -> None:
@@ -178,8 +180,7 @@ def test_loads_of_the_backward_leave_before_their_first_use(report: dict[str, di
 
 def test_loads_of_the_float32_reduction_leave_before_their_first_use(report: dict[str, dict]) -> None:
     """Those of a step's gradient rows and of the next records; where each waits for its turn, a step takes thrice."""
-    for coloured in (True, False):
-        sass = report[f"reduce fp32 {coloured}"]["sass"]
-        gathers = [index for index, instruction in enumerate(sass) if instruction.startswith("LDG.E.128")]
-        products = [index for index, instruction in enumerate(sass) if instruction.startswith("HMMA")]
-        assert gathers[-1] < products[2]
+    sass = report["reduce fp32 buckets"]["sass"]
+    gathers = [index for index, instruction in enumerate(sass) if instruction.startswith("LDG.E.128")]
+    products = [index for index, instruction in enumerate(sass) if instruction.startswith("HMMA")]
+    assert gathers[-1] < products[2]

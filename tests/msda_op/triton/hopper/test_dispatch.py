@@ -205,3 +205,17 @@ def test_deterministic_gradients_have_equal_bits_in_every_order_of_programs(monk
     again = ms_deform_attn_backward(inputs.grad_output, *rest, deterministic=True, backend="triton").value
     assert torch.equal(first, again)
     ms_deform_attn(*rest, backend="triton")
+
+
+def test_split_tiles_keep_their_order_whatever_the_memory_for_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper.buckets, "BUCKET_LIMIT", 4)  # so that tiles are split
+
+    def op(value: Tensor, shapes, locations: Tensor, weights: Tensor) -> Tensor:
+        return ms_deform_attn(value, shapes, None, locations, weights, deterministic=True, backend="triton")
+
+    inputs = make_inputs(CASE, torch.bfloat16, DEVICE, seed=0)
+    assert all(result.passed for result in compare_op(op, inputs, INPUT_NAMES))
+    first = evaluate(op, inputs, INPUT_NAMES)["value"]
+    for budget in (0, 10**5):
+        monkeypatch.setattr(hopper.launch, "PART_BYTES", budget)
+        assert torch.equal(evaluate(op, inputs, INPUT_NAMES)["value"], first)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from msda_op import fused_ms_deform_attn, ms_deform_attn
+from msda_op.triton.hopper.deterministic import PART_BYTES
 from parity.presets import PRESETS, make_preset_inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_kernels")]
@@ -102,7 +103,7 @@ def test_memory_of_forward_and_backward(deterministic: bool) -> None:
     step(table, deterministic, *tensors)
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20
     print(f"peak of forward and backward, encoder, bfloat16, deterministic {deterministic}: {peak:.0f} MiB")
-    assert peak <= 330
+    assert peak <= (330 + PART_BYTES / 2**20 if deterministic else 330)
 
 
 @pytest.mark.parametrize("run", [step, fused_step])
