@@ -19,7 +19,7 @@ from models.detector import Detector
 from models.divergence import TrainingDiverged
 from models.environment import allow_tf32, silence_dependencies
 from models.preflight import check_resumption, check_run, resolve_checkpoint
-from models.settings import check_numbers
+from models.settings import check_numbers, check_resumed_settings
 
 USER_ERRORS = (ValueError, FileNotFoundError, ModuleNotFoundError, MisconfigurationException)
 
@@ -58,6 +58,7 @@ def build(cfg: DictConfig) -> tuple[Detector, CocoDataModule, pl.Trainer]:
     resolve_checkpoint(cfg)
     check_numbers(cfg)
     check_run(cfg)
+    check_resumed_settings(cfg)
     silence_dependencies()
     allow_tf32(cfg.precision.allow_tf32)
     pl.seed_everything(cfg.seed, workers=True, verbose=False)

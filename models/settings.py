@@ -1,8 +1,11 @@
 """Ranges of the numbers that a person types, checked before anything is built."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
+
+from models.checkpoint_io import read_checkpoint
 
 
 @dataclass(frozen=True)
@@ -79,3 +82,42 @@ def check_numbers(cfg: DictConfig) -> None:
             f"trainer.max_epochs must be set unless trainer.max_steps is, got {cfg.trainer.max_epochs} and -1; the "
             "learning-rate schedule needs to know where the training ends"
         )
+
+
+SHAPING = (
+    "model._target_",
+    "model.box_refine",
+    "model.transformer.d_model",
+    "model.transformer.num_heads",
+    "model.transformer.num_encoder_layers",
+    "model.transformer.num_decoder_layers",
+    "model.transformer.num_feature_levels",
+    "model.transformer.num_queries",
+    "model.transformer.dim_feedforward",
+    "model.transformer.two_stage",
+    "backbone.name",
+    "backbone.norm",
+    "optimizer.slow_modules",
+)
+"""Settings that decide which weights and groups of the optimiser there are."""
+
+
+def check_resumed_settings(cfg: DictConfig) -> None:
+    """Refuses to resume a run with another network or other groups of its optimiser.
+
+    Args:
+        cfg: The composed configuration; its checkpoint, if any, exists.
+
+    Raises:
+        ValueError: With the first setting that differs and both values; also if the checkpoint cannot be read.
+    """
+    if cfg.ckpt_path is None:
+        return
+    stored = OmegaConf.create(read_checkpoint(Path(cfg.ckpt_path), lazy=True).get("config", {}))
+    for key in SHAPING if stored else ():
+        before, now = OmegaConf.select(stored, key), OmegaConf.select(cfg, key)
+        if before != now:
+            raise ValueError(
+                f"{key} must be {before} as in {cfg.ckpt_path}, got {now}; repeat the settings of that run, or start "
+                "from its weights with model.weights=..."
+            )

@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from models.settings import RANGES, check_numbers
+from models.settings import RANGES, SHAPING, check_numbers, check_resumed_settings
 
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
 
@@ -47,3 +48,14 @@ def test_a_training_must_end(config):
     with pytest.raises(ValueError, match=r"trainer.max_epochs must be set unless trainer.max_steps is, got -1 and -1"):
         check_numbers(changed(config, **{"trainer.max_epochs": -1}))
     check_numbers(changed(config, **{"trainer.max_epochs": -1, "trainer.max_steps": 5}))
+
+
+def test_a_run_is_resumed_with_its_own_network(config, tmp_path):
+    path = tmp_path / "last.ckpt"
+    torch.save({"loops": {}, "state_dict": {}, "config": OmegaConf.to_container(config, resolve=False)}, path)
+    check_resumed_settings(config)
+    check_resumed_settings(changed(config, ckpt_path=str(path)))
+    for key in SHAPING:
+        assert OmegaConf.select(config, key) is not None
+    with pytest.raises(ValueError, match=r"model.transformer.d_model must be \d+ as in .*last.ckpt, got 8; repeat"):
+        check_resumed_settings(changed(config, ckpt_path=str(path), **{"model.transformer.d_model": 8}))
