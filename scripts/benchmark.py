@@ -1,7 +1,7 @@
 """Measures the op on this machine's GPU.
 
     python -m scripts.benchmark op        our op beside every peer that can be imported
-    python -m scripts.benchmark sweep     launch shapes of the plain kernels; --write keeps the fastest
+    python -m scripts.benchmark sweep     launch shapes of the kernels; --write keeps the fastest of the plain ones
     python -m scripts.benchmark variants  what coalescing, unrolling, float32 atomics and careful timing are worth
     python -m scripts.benchmark step      a training step by phase; takes the overrides of train.py
     python -m scripts.benchmark inference detectors, eager, compiled, as CUDA graphs and as AOTInductor packages
@@ -34,7 +34,7 @@ from parity.speed import Row, Workload, compare_repeats, format_row, fuse_worklo
 from parity.step_benchmark import SWITCHES, StepCase, SyntheticStep, format_step, measure_step, plot_steps
 from parity.step_memory import CARDS_GIB, find_largest_batch, measure_dense, measure_memory
 from parity.step_peer import compare_steps
-from parity.timing import CudaMeter, CudaStopwatch, measure_copy_bandwidth, measure_device_time, read_gpu_state
+from parity.timing import CudaMeter, CudaStopwatch, Summary, measure_copy_bandwidth, measure_device_time, read_gpu_state
 
 SCHEMA = 1
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -68,9 +68,9 @@ def build_parser() -> argparse.ArgumentParser:
     op.add_argument("--plot", type=Path, help="picture of the device times (needs matplotlib)")
     op.set_defaults(run=run_op, out=Path("results/op.json"))
 
-    sweep = commands.add_parser("sweep", help="launch shapes of the plain kernels")
+    sweep = commands.add_parser("sweep", help="launch shapes of the plain kernels and, on Hopper GPUs, of theirs")
     _add_workloads(sweep, presets="encoder,decoder", batches="4", dtypes="bf16,fp32")
-    sweep.add_argument("--write", action="store_true", help="put the fastest shapes into the launch table")
+    sweep.add_argument("--write", action="store_true", help="put the fastest of the plain kernels into the table")
     sweep.set_defaults(run=run_sweep, out=Path("results/sweep.json"), plot=None)
 
     variants = commands.add_parser("variants", help="instructive variants")
@@ -240,30 +240,35 @@ def run_op(options: argparse.Namespace) -> None:
 
 
 def run_sweep(options: argparse.Namespace) -> None:
-    """Times the plain kernels in every launch shape."""
+    """Times the plain kernels in every launch shape, and on a Hopper GPU its kernels in some."""
     from msda_op.triton.launch_table import TABLE_PATH, write_table
+    from parity.hopper_sweep import hopper_sweeps, sweep_shapes
     from parity.sweep import plain_launches, sweep_launch, table_entry
 
     stopwatch = CudaStopwatch()
-    major, minor = torch.cuda.get_device_capability()
-    architecture = 10 * major + minor
+    capability = torch.cuda.get_device_capability()
+    architecture = 10 * capability[0] + capability[1]
     content = describe_run() | {"rows": []}
     measured_on = f"{torch.cuda.get_device_name()}, commit {content['environment']['commit']}"
     entries = []
+
+    def measure(call: Callable[[], Any]) -> Summary:
+        return measure_device_time(call, stopwatch, options.repeats).ms
+
     for workload in draw_workloads(options):
-        launches = plain_launches(workload.inputs)
+        launches, swept = plain_launches(workload.inputs), {}
         for kernel in ("forward", "backward"):
-            swept = sweep_launch(
-                launches[kernel],
-                lambda call: measure_device_time(call, stopwatch, options.repeats).ms,
-            )
-            name = {"preset": workload.preset.name, "batch": workload.batch, "dtype": workload.dtype_name}
-            for row in swept:
+            swept[kernel] = sweep_launch(launches[kernel], measure)
+            best = swept[kernel][0]
+            entries.append(table_entry(kernel, launches[kernel], workload.inputs, best, architecture, measured_on))
+        for kernel, sweep in hopper_sweeps(workload.inputs, capability).items():
+            swept[f"hopper {kernel}"] = sweep_shapes(sweep, workload.inputs.value, measure)
+        name = {"preset": workload.preset.name, "batch": workload.batch, "dtype": workload.dtype_name}
+        for kernel, rows in swept.items():
+            for row in rows:
                 content["rows"].append(name | {"kernel": kernel} | row)
                 print("  ".join(f"{key} {text}" for key, text in content["rows"][-1].items()), flush=True)
-            write_results(options.out, content)
-            best = table_entry(kernel, launches[kernel], workload.inputs, swept[0], architecture, measured_on)
-            entries.append(best)
+        write_results(options.out, content)
     if options.write:
         write_table(TABLE_PATH, entries)
         print(f"{len(entries)} entries written to {TABLE_PATH}")
