@@ -64,8 +64,8 @@ def ms_deform_attn(
         Unless `deterministic`, "triton" and "cuda" add the gradient of value up in any order, so its last bits differ
         between runs. Never waits for the device, except that "reference" reads a level table in device memory. Tables
         on the host are checked in full, tables in device memory by shape, dtype and device alone. On Hopper GPUs a
-        forward pass of many samples whose value needs a gradient keeps tables of B * M * S / 3 int32 (1 MiB at the
-        size of an encoder) until the backward pass.
+        forward pass of many samples whose value needs a gradient keeps tables of about 1 MiB (at the size of an
+        encoder, see `msda_op.triton.launch.counting_forward`) until the backward pass.
     """
     options = Options(padding_mode, align_corners, value_layout, sampling_locations_layout)
     validate_inputs(value, spatial_shapes, level_start_index, sampling_locations, attention_weights, options)

@@ -80,8 +80,8 @@ def counting_forward(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Returns what `forward` does, and what the backward pass then need not count, to be handed to it.
 
-    That is nothing unless the gradient of value will be reduced from records, whose tables take B * M * (S + 9) / 3
-    int32 and some (1.2 MiB at the size of an encoder).
+    That is nothing unless the gradient of value will be reduced from records, whose tables take some more than
+    B * M * (S / 3 + Q * L * K / 384) int32: 1.2 MiB at the size of an encoder.
     """
     if inputs.scores.numel() > 0 and choose_scatter(inputs.scores.numel()) == "records":
         plan = _plan_of(inputs, options, deterministic, fp32_grad_accum)

@@ -3,8 +3,8 @@
 `supports` tells whether a call can take it; `forward`, `fused_forward`, `backward`, `fused_backward` run it, on plain
 tensors and without autograd. What it does not take, the kernels of `msda_op.triton` do.
 
-Reading order: `primitives`, `samples`, `forward`, `buckets`, `dots`, `backward`, `reduce`, `reduce_float32`,
-`deterministic`, `launch`, `op`.
+Reading order: `primitives`, `samples`, `buckets`, `forward`, `dots`, `backward`, `reduce`, `reduce_float32`,
+`deterministic`, `call`, `launch`, `op`.
 
 Limits, where the arithmetic differs from the kernels for every shape:
 
