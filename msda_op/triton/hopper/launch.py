@@ -17,6 +17,7 @@ from msda_op.triton.hopper.deterministic import NUM_COLOURS, PART_BYTES, sort_ke
 from msda_op.triton.hopper.forward import forward_kernel
 from msda_op.triton.hopper.reduce import reduce_kernel
 from msda_op.triton.hopper.tuning import (
+    FLOAT32_REGISTERS,
     REDUCE_REGISTERS,
     THIN_REGISTERS,
     Scatter,
@@ -316,10 +317,12 @@ def main_launch(
         **call.samples,
         **call.strides,
     }
-    # Registers are chosen for records of all gradients and 32 channels of halves: other work spills under them.
+    # Registers are chosen for records of all gradients and 32 channels: other work spills under them.
     common = buckets is not None and wanted.weights is not None and call.sizes.head_dim == 32
-    registers = shape.registers if common and call.value.dtype != torch.float32 else None
-    if registers is not None and call.thin_levels:
+    registers = shape.registers if common else None
+    if registers is not None and call.value.dtype == torch.float32:
+        registers = None if call.thin_levels else FLOAT32_REGISTERS
+    elif registers is not None and call.thin_levels:
         registers = THIN_REGISTERS
     return Launch(backward_kernel, call.count_programs(shape), arguments, shape.warps, registers)
 

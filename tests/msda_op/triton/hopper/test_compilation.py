@@ -20,7 +20,7 @@ from msda_op.triton.hopper.buckets import count_kernel, plan_kernel, scan_kernel
 from msda_op.triton.hopper.deterministic import sort_kernel
 from msda_op.triton.hopper.forward import forward_kernel
 from msda_op.triton.hopper.reduce import reduce_kernel
-from msda_op.triton.hopper.tuning import LAUNCH_SHAPES, REDUCE_REGISTERS, THIN_REGISTERS
+from msda_op.triton.hopper.tuning import FLOAT32_REGISTERS, LAUNCH_SHAPES, REDUCE_REGISTERS, THIN_REGISTERS
 
 tools = Path(triton.__file__).parent / "backends/nvidia/bin"
 report = {}
@@ -86,7 +86,7 @@ for dtype, reference, regime in calls:
         scatter = "atomics"
         types |= dict.fromkeys(("bins", "counters", "records"))
     name = f"{scatter} {label}"
-    registers = None if dtype == "fp32" else shape.registers
+    registers = FLOAT32_REGISTERS if dtype == "fp32" and scatter == "records" else shape.registers
     compile_kernel(name, backward_kernel, types, shape.warps, registers, SCATTER=scatter, **launch)
     if shape.registers is not None and dtype == "bf16":
         launch["THIN"], name = True, f"records of thin levels {label}"
