@@ -1,9 +1,11 @@
 """Splits a training step into phases by time stamps in front of and behind its parts."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -27,6 +29,25 @@ _OP_FORWARD = {"encoder": "op forward in encoder", "decoder": "op forward in dec
 
 Mark = Callable[[], Any]
 Elapsed = Callable[[Any, Any], float]
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for all work of a GPU; a CPU has none left."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def clock_of(device: torch.device) -> "PhaseClock":
+    """Returns a clock whose stamps are events in the queue of a GPU, or the host's time on a CPU."""
+    if device.type == "cuda":
+        return PhaseClock(_mark_event, lambda begin, end: begin.elapsed_time(end))
+    return PhaseClock(time.perf_counter, lambda begin, end: 1000 * (end - begin))
+
+
+def _mark_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 class PhaseClock:

@@ -18,7 +18,7 @@ from models.detector import Detector
 from models.optimization import clip_gradients
 from models.structures import Targets
 from parity.arms import ROOT
-from parity.phases import PhaseClock
+from parity.phases import PhaseClock, clock_of, synchronize
 from parity.timing import percentile
 from parity.training import autocast_dtype, set_flags
 
@@ -114,13 +114,12 @@ class SyntheticStep:
     def time(self, repeats: int) -> Samples:
         """Times steps, each begun on an idle device."""
         walls, phases = [], []
-        on_gpu = self.device.type == "cuda"
         for _ in range(repeats):
-            clock = PhaseClock(_mark_event, _elapsed_event) if on_gpu else PhaseClock(time.perf_counter, _elapsed_host)
-            _synchronize(self.device)
+            clock = clock_of(self.device)
+            synchronize(self.device)
             begin = time.perf_counter()
             self.run(_timing(clock))
-            _synchronize(self.device)
+            synchronize(self.device)
             walls.append(1000 * (time.perf_counter() - begin))
             phases.append(clock.totals_ms())
         return walls, phases
@@ -262,22 +261,3 @@ def _timing(clock: PhaseClock) -> Callable[[str], Any]:
             yield
 
     return span
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def _mark_event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _elapsed_event(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-    return begin.elapsed_time(end)
-
-
-def _elapsed_host(begin: float, end: float) -> float:
-    return 1000 * (end - begin)

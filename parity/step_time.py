@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from parity.arms import Arm, Experiment
-from parity.phases import PHASES, PhaseClock, split_phases, timing_parts
+from parity.phases import PHASES, clock_of, split_phases, synchronize, timing_parts
 from parity.recording import Progress
 from parity.results import Check, LevelResult, Verdict, guard
 from parity.statistics import Ratio, bootstrap_ratio
@@ -107,7 +107,7 @@ def gpu_state(device: torch.device) -> dict[str, str] | None:
 
 def _time_step(timed: Timed) -> float:
     loop = timed.loop
-    _synchronize(loop.device)
+    synchronize(loop.device)
     before = 0
     if loop.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -115,7 +115,7 @@ def _time_step(timed: Timed) -> float:
     begin = time.perf_counter()
     loop.backward(loop.next_batch())
     loop.update()
-    _synchronize(loop.device)
+    synchronize(loop.device)
     elapsed = 1000 * (time.perf_counter() - begin)
     if loop.device.type == "cuda":
         added = (torch.cuda.max_memory_allocated() - before) / _MIB
@@ -126,10 +126,8 @@ def _time_step(timed: Timed) -> float:
 def _split_step(timed: Timed) -> dict[str, float]:
     """Runs one step with stamps around its parts; on a GPU they are events in its queue."""
     loop = timed.loop
-    clock = (
-        PhaseClock(_mark_event, _elapsed_event) if loop.device.type == "cuda" else PhaseClock(_mark_host, _elapsed_host)
-    )
-    _synchronize(loop.device)
+    clock = clock_of(loop.device)
+    synchronize(loop.device)
     with clock.span("data"):
         batch = loop.next_batch()
     with timing_parts(loop.detector, clock):
@@ -137,7 +135,7 @@ def _split_step(timed: Timed) -> dict[str, float]:
             loop.backward(batch)
         with clock.span("optimiser"):
             loop.update()
-    _synchronize(loop.device)
+    synchronize(loop.device)
     return split_phases(clock.totals_ms())
 
 
@@ -147,26 +145,3 @@ def _median_phases(steps: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def _describe(ratio: Ratio) -> str:
     return f"{ratio.ratio:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def _mark_event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _elapsed_event(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-    return begin.elapsed_time(end)
-
-
-def _mark_host() -> float:
-    return time.perf_counter()
-
-
-def _elapsed_host(begin: float, end: float) -> float:
-    return 1000 * (end - begin)
