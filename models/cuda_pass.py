@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from models.export.cuda_graph import keeping_level_tables
+from models.layers.level_tables import keeping_level_tables
 from models.weight_casts import autocast_dtype
 
 _WARMUP_PASSES = 3

@@ -3,8 +3,7 @@
 import gc
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -17,8 +16,7 @@ from models.export.certificate import Program, measure
 from models.export.inference import InferenceModule, Outputs
 from models.export.programs import example_inputs
 from models.export.recipe import Precision, Source
-from models.layers.ms_deform_attn import MSDeformAttn
-from msda_op.levels import device_tables
+from models.layers.level_tables import keeping_level_tables
 
 WEIGHTS_FILE = "weights.safetensors"
 _WARMUP_CALLS = 3
@@ -76,26 +74,6 @@ class CudaGraph:
             static.copy_(given, non_blocking=True)
         self._graph.replay()
         return self._outputs
-
-
-@contextmanager
-def keeping_level_tables(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Collects the level tables of the attention calls inside.
-
-    The op keeps them in a bounded cache; a graph knows their addresses only, and has to keep them alive itself.
-    """
-    tables: list[Tensor] = []
-
-    def keep(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
-        _, _, features, spatial_shapes, _ = arguments
-        tables.extend(device_tables(spatial_shapes, None, features.device))
-
-    handles = [layer.register_forward_pre_hook(keep) for layer in module.modules() if isinstance(layer, MSDeformAttn)]
-    try:
-        yield tables
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class GraphedDetector:

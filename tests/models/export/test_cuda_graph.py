@@ -9,9 +9,10 @@ from torch import nn
 
 from models.export.buckets import pad_images
 from models.export.certificate import contrasting_inputs
-from models.export.cuda_graph import CudaGraph, GraphedDetector, keeping_level_tables
+from models.export.cuda_graph import CudaGraph, GraphedDetector
 from models.export.inference import keep_half_weights
 from models.export.recipe import Precision, build_module
+from models.layers.level_tables import keeping_level_tables
 
 BUCKETS = ((64, 64), (64, 128), (128, 64))
 
