@@ -1,8 +1,8 @@
 """Measures a call on a GPU: device time, wall time, memory, clocks.
 
 Device time is what the kernels take: two events around one call, while the host is ahead of the device, so that its
-dispatch is not counted, and after the L2 cache has been flushed. Wall time is what a caller waits for one call on an
-idle device, dispatch included; host time is the part of it until the call returns.
+dispatch is not counted, and after the L2 cache has been flushed. Host time is what a caller spends on queueing a call
+behind others, as a training step does. Wall time is what he waits for one call on an idle device, dispatch included.
 """
 
 import subprocess
@@ -17,6 +17,8 @@ Call = Callable[[], Any]
 
 # About 2 ms at 1.9 GHz: longer than any dispatch that is measured here.
 _SPIN_CYCLES = 4_000_000
+# About 10 ms: 20 calls of half a millisecond can be queued behind it.
+_LONG_SPIN_CYCLES = 20_000_000
 _GRAPH_CALLS = 20
 _MIB = 2**20
 # Boost clocks wander by a few steps of 15 MHz; a lower clock than this share of the highest one is a drop.
@@ -69,6 +71,9 @@ class Stopwatch(Protocol):
     def mark(self) -> Any:
         """Queues a time stamp."""
 
+    def reached(self, stamp: Any) -> bool:
+        """Tells whether the device has come to a stamp; does not wait."""
+
     def synchronize(self) -> None:
         """Waits until the queue is empty."""
 
@@ -93,6 +98,9 @@ class CudaStopwatch:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+    def reached(self, stamp: torch.cuda.Event) -> bool:
+        return stamp.query()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
@@ -157,12 +165,45 @@ def measure_device_time(
     return DeviceTime(summarize(times), summarize(clocks) if clocks else None, dropped)
 
 
-@dataclass(frozen=True)
-class WallTime:
-    """Wall time of one call on an idle device, and the host's part of it, in milliseconds."""
+def measure_host_time(
+    call: Call,
+    stopwatch: Stopwatch,
+    clock_s: Callable[[], float] = time.perf_counter,
+    repeats: int = 20,
+    warmup: int = 5,
+    calls: int = 20,
+) -> Summary:
+    """Measures how long the host takes to queue one call behind others, in milliseconds.
 
-    wall_ms: Summary
-    host_ms: Summary
+    Args:
+        call: what to measure.
+        stopwatch: of the device, which spins while calls are queued.
+        clock_s: returns seconds.
+        repeats: how often a row of calls is measured.
+        warmup: calls before them.
+        calls: in a row. Where the device is done with the spin before the last of them is queued, half as many are
+            tried: the launch queue holds about 1000 kernels, and a full one makes the host wait.
+
+    Notes:
+        The time of a call that itself waits for the device holds the spin, about 10 ms.
+    """
+    for _ in range(warmup):
+        call()
+    times: list[float] = []
+    while len(times) < repeats:
+        stopwatch.synchronize()
+        stopwatch.spin(_LONG_SPIN_CYCLES)
+        spun = stopwatch.mark()
+        begin = clock_s()
+        for _ in range(calls):
+            call()
+        end = clock_s()
+        if calls > 1 and stopwatch.reached(spun):
+            calls, times = calls // 2, []
+        else:
+            times.append((end - begin) * 1000 / calls)
+    stopwatch.synchronize()
+    return summarize(times)
 
 
 def measure_wall_time(
@@ -171,8 +212,8 @@ def measure_wall_time(
     clock_s: Callable[[], float] = time.perf_counter,
     repeats: int = 50,
     warmup: int = 5,
-) -> WallTime:
-    """Measures how long a caller waits for one call, and how long until the call returns.
+) -> Summary:
+    """Measures how long a caller waits for one call on an idle device, in milliseconds.
 
     Args:
         call: what to measure.
@@ -183,17 +224,14 @@ def measure_wall_time(
     """
     for _ in range(warmup):
         call()
-    walls, hosts = [], []
+    times = []
     for _ in range(repeats):
         synchronize()
         begin = clock_s()
         call()
-        returned = clock_s()
         synchronize()
-        end = clock_s()
-        hosts.append((returned - begin) * 1000)
-        walls.append((end - begin) * 1000)
-    return WallTime(summarize(walls), summarize(hosts))
+        times.append((clock_s() - begin) * 1000)
+    return summarize(times)
 
 
 class Meter(Protocol):
@@ -201,7 +239,9 @@ class Meter(Protocol):
 
     def device_time(self, call: Call) -> DeviceTime: ...
 
-    def wall_time(self, call: Call) -> WallTime: ...
+    def host_time(self, call: Call) -> Summary: ...
+
+    def wall_time(self, call: Call) -> Summary: ...
 
     def graph_time(self, call: Call) -> Summary: ...
 
@@ -220,7 +260,10 @@ class CudaMeter:
     def device_time(self, call: Call) -> DeviceTime:
         return measure_device_time(call, self._stopwatch, self._repeats)
 
-    def wall_time(self, call: Call) -> WallTime:
+    def host_time(self, call: Call) -> Summary:
+        return measure_host_time(call, self._stopwatch, repeats=self._repeats)
+
+    def wall_time(self, call: Call) -> Summary:
         return measure_wall_time(call, torch.cuda.synchronize, repeats=self._repeats)
 
     def graph_time(self, call: Call) -> Summary:

@@ -13,7 +13,7 @@ from parity.cases import OpInputs
 from parity.comparisons import evaluate
 from parity.gather_kernel import gather_rows
 from parity.sweep import plain_launches, start_launch, sweep_launch
-from parity.timing import DeviceTime, Stopwatch, WallTime, measure_device_time, measure_wall_time
+from parity.timing import Stopwatch, measure_device_time, measure_wall_time
 
 Row = dict[str, Any]
 
@@ -86,17 +86,14 @@ def timing_pitfalls(call: Callable[[], Any], stopwatch: Stopwatch, repeats: int)
         stopwatch: of the device.
         repeats: of each.
     """
-    right = measure_device_time(call, stopwatch, repeats)
-    drained = measure_device_time(call, stopwatch, repeats, keeps_host_ahead=False)
-    warm = measure_device_time(call, stopwatch, repeats, flushes=False)
+    right = measure_device_time(call, stopwatch, repeats).ms
+    drained = measure_device_time(call, stopwatch, repeats, keeps_host_ahead=False).ms
+    warm = measure_device_time(call, stopwatch, repeats, flushes=False).ms
     wall = measure_wall_time(call, stopwatch.synchronize, repeats=repeats)
-    named: dict[str, DeviceTime | WallTime] = {
+    named = {
         "events, host ahead, L2 flushed (device time)": right,
         "events on a drained queue: dispatch counts": drained,
         "L2 left warm by the call before": warm,
         "wall clock, synchronised in the loop: dispatch and wait count": wall,
     }
-    return [
-        {"group": "timing", "variant": name, **asdict(time.ms if isinstance(time, DeviceTime) else time.wall_ms)}
-        for name, time in named.items()
-    ]
+    return [{"group": "timing", "variant": name, **asdict(time)} for name, time in named.items()]

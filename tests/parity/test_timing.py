@@ -14,6 +14,7 @@ from parity.timing import (
     capture_graph,
     measure_copy_bandwidth,
     measure_device_time,
+    measure_host_time,
     measure_wall_time,
     percentile,
     read_gpu_state,
@@ -44,6 +45,9 @@ class RecordingStopwatch:
     def mark(self) -> float:
         self.log.append("mark")
         return self.now_ms
+
+    def reached(self, stamp: float) -> bool:
+        return self.now_ms >= stamp
 
     def synchronize(self) -> None:
         self.log.append("synchronize")
@@ -109,15 +113,59 @@ def test_a_drained_queue_and_a_warm_cache_are_measured_when_asked_for() -> None:
     assert time.clock_mhz is None
 
 
-def test_wall_time_holds_the_wait_and_host_time_does_not() -> None:
+def test_wall_time_holds_the_wait() -> None:
     now = SimpleNamespace(seconds=0.0)
 
     def advance(seconds: float) -> None:
         now.seconds += seconds
 
     time = measure_wall_time(lambda: advance(0.001), lambda: advance(0.010), lambda: now.seconds, repeats=5)
-    assert time.host_ms.median == pytest.approx(1)
-    assert time.wall_ms.median == pytest.approx(11)
+    assert time.median == pytest.approx(11)
+
+
+class SpinningStopwatch:
+    """A device that spins for 10 ms of the host's virtual clock, and a launch queue that holds eight kernels."""
+
+    def __init__(self) -> None:
+        self.now_s = self._free_s = 0.0
+        self._queued = 0
+        self.rows: list[int] = []
+
+    def launch(self, host_s: float) -> None:
+        self.now_s += host_s
+        self._queued += 1
+        self.rows[-1] += 1
+        if self._queued > 8:
+            self.now_s = max(self.now_s, self._free_s)
+
+    def flush_caches(self) -> None: ...
+
+    def spin(self, cycles: int) -> None:
+        self._free_s = self.now_s + cycles / 2e9
+
+    def mark(self) -> float:
+        self.rows.append(0)
+        return self._free_s
+
+    def reached(self, stamp: float) -> bool:
+        return self.now_s >= stamp
+
+    def synchronize(self) -> None:
+        self.now_s, self._queued = max(self.now_s, self._free_s), 0
+
+    def elapsed_ms(self, begin: float, end: float) -> float:
+        return (end - begin) * 1000
+
+
+@pytest.mark.parametrize(("host_s", "calls"), [(0.0001, 5), (0.004, 2), (0.02, 1)])
+def test_host_time_is_that_of_queueing_alone(host_s: float, calls: int) -> None:
+    stopwatch = SpinningStopwatch()
+    time = measure_host_time(
+        lambda: stopwatch.launch(host_s), stopwatch, lambda: stopwatch.now_s, repeats=5, warmup=0, calls=20
+    )
+    assert time.median == pytest.approx(1000 * host_s)
+    assert stopwatch.rows[0] == 20
+    assert stopwatch.rows[-5:] == [calls] * 5
 
 
 @pytest.fixture
@@ -156,7 +204,8 @@ def test_device_time_grows_with_the_work_and_not_with_the_host() -> None:
     )
     assert 5 < long / short < 15
     meter = CudaMeter(repeats=5)
-    assert meter.wall_time(lambda: torch.cuda._sleep(2_000_000)).wall_ms.median > 0.9 * long
+    assert meter.wall_time(lambda: torch.cuda._sleep(2_000_000)).median > 0.9 * long
+    assert meter.host_time(lambda: torch.cuda._sleep(2_000_000)).median < 0.5 * long
     assert meter.peak_mib(lambda: torch.empty(64 * 2**20, dtype=torch.int8, device="cuda")) == pytest.approx(64)
 
 
@@ -179,4 +228,4 @@ def test_a_replayed_graph_repeats_the_call() -> None:
 @pytest.mark.gpu
 def test_a_graph_leaves_out_the_gaps_between_calls() -> None:
     meter, tensor = CudaMeter(repeats=5), torch.zeros(1, device="cuda")
-    assert meter.graph_time(lambda: tensor.add_(1)).median < meter.wall_time(lambda: tensor.add_(1)).wall_ms.median
+    assert meter.graph_time(lambda: tensor.add_(1)).median < meter.wall_time(lambda: tensor.add_(1)).median
