@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from models.layers.joint_linear import JointLinear
 from models.layers.self_attention import SelfAttention
 
 _CAST_BY_AUTOCAST = (nn.Linear, nn.Conv2d, SelfAttention)
@@ -35,7 +37,8 @@ def casting_weights(*roots: nn.Module) -> Iterator[None]:
     """Lets linear layers and convolutions find their weights cast, as autocast would cast them, by one kernel or a few.
 
     Autocast launches a cast for every weight, and one for its gradient: hundreds of small kernels a step. Results and
-    gradients are the same bits. Without autocast nothing happens.
+    gradients are the same bits. What a `JointLinear` joins is joined by the same kernels. Without autocast nothing
+    happens.
 
     Args:
         *roots: modules with everything below them; none of it may switch autocast off.
@@ -44,21 +47,36 @@ def casting_weights(*roots: nn.Module) -> Iterator[None]:
         Gradients of the weights arrive together, after the backward pass of the last root's layers. Layers that are
         recomputed in the backward pass (gradient checkpointing) cast their weights one by one there.
     """
+    modules = [module for root in roots for module in root.modules()]
+    joints = [
+        module
+        for module in modules
+        if isinstance(module, JointLinear) and module.layers[0].weight.dtype == torch.float32
+    ]
+    groups = [tensors for joint in joints for tensors in joint.parameters_to_join()]
+    joined = {id(tensor) for tensors in groups for tensor in tensors}
     places = [
         Place(module, name)
-        for root in roots
-        for module in root.modules()
+        for module in modules
         if isinstance(module, _CAST_BY_AUTOCAST)
         for name, parameter in module._parameters.items()
-        if parameter is not None and parameter.dtype == torch.float32
+        if parameter is not None and parameter.dtype == torch.float32 and id(parameter) not in joined
     ]
-    weights = [tensor for place in places if (tensor := place.tensor) is not None]
-    dtype = autocast_dtype(weights[0].device) if weights else None
+    singles = [tensor for place in places if (tensor := place.tensor) is not None]
+    found = next(chain(*groups, singles), None)
+    dtype = None if found is None else autocast_dtype(found.device)
     if dtype is None:
         yield
-    else:
-        with replacing_parameters(places, cast_together(weights, dtype)):
+        return
+    weights_and_biases, singly = cast_together(groups, singles, dtype)
+    with replacing_parameters(places, singly):
+        for joint, weight, bias in zip(joints, weights_and_biases[::2], weights_and_biases[1::2], strict=True):
+            joint.joined = weight, bias
+        try:
             yield
+        finally:
+            for joint in joints:
+                joint.joined = None
 
 
 @contextmanager
@@ -74,35 +92,51 @@ def replacing_parameters(places: Sequence[Place], tensors: Sequence[Tensor]) -> 
             place.module._parameters[place.name] = original
 
 
-def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def cast_together(
+    groups: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor]]:
     """Casts tensors of one dtype, with as few kernels as there are chunks of them.
 
     Args:
-        tensors: of one dtype and device, any shapes and strides without gaps.
-        dtype: dtype of the results, which keep the strides.
+        groups: tensors of one dtype and device to be joined, those of a group along their first dimension.
+        tensors: further ones to be cast singly, any shapes and strides without gaps.
+        dtype: dtype of the results.
 
     Returns:
-        The results, differentiable; gradients come back in the dtypes of the tensors.
+        The joined groups, and the single tensors, which keep their strides. Both are differentiable; gradients come
+        back in the dtypes of the tensors.
     """
-    return list(_CastTogether.apply(dtype, *tensors))
+    joined = tuple(len(group) for group in groups)
+    results = _CastTogether.apply(dtype, joined, *(tensor for group in groups for tensor in group), *tensors)
+    return list(results[: len(groups)]), list(results[len(groups) :])
 
 
 class _CastTogether(Function):
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, dtype: torch.dtype, joined: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.dtype = tensors[0].dtype
-        return tuple(_copies(tensors, dtype))
+        members, singles = iter(tensors), tensors[sum(joined) :]
+        groups = [list(islice(members, size)) for size in joined]
+        ctx.rows = [[len(tensor) for tensor in group] for group in groups]
+        results = [
+            group[0].new_empty((sum(rows), *group[0].shape[1:]), dtype=dtype)
+            for group, rows in zip(groups, ctx.rows, strict=True)
+        ]
+        parts = [part for result, rows in zip(results, ctx.rows, strict=True) for part in result.split(rows)]
+        copies = [torch.empty_like(tensor, dtype=dtype) for tensor in singles]
+        torch._foreach_copy_(parts + copies, list(tensors))
+        return (*results, *copies)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        present = [gradient for gradient in gradients if gradient is not None]
-        copies = iter(_copies(present, ctx.dtype))
-        return (None, *(None if gradient is None else next(copies) for gradient in gradients))
-
-
-def _copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
-    if copies:
-        torch._foreach_copy_(copies, list(tensors))
-    return copies
+        separate: list[Tensor | None] = []
+        for gradient, rows in zip(gradients, ctx.rows, strict=False):
+            separate.extend(gradient.split(rows) if gradient is not None else [None] * len(rows))
+        separate.extend(gradients[len(ctx.rows) :])
+        present = [gradient for gradient in separate if gradient is not None]
+        copies = [torch.empty_like(gradient, dtype=ctx.dtype) for gradient in present]
+        if copies:
+            torch._foreach_copy_(copies, present)
+        remaining = iter(copies)
+        return (None, None, *(None if gradient is None else next(remaining) for gradient in separate))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import msda_op
+from models.layers.joint_linear import JointLinear
 
 
 class MSDeformAttn(nn.Module):
@@ -43,6 +44,7 @@ class MSDeformAttn(nn.Module):
         self.fused = fused
         self.sampling_offsets = nn.Linear(d_model, num_heads * num_levels * num_points * 2)
         self.attention_weights = nn.Linear(d_model, num_heads * num_levels * num_points)
+        self.sampling = JointLinear(self.sampling_offsets, self.attention_weights)
         self.value_proj = nn.Linear(d_model, d_model)
         self.output_proj = nn.Linear(d_model, d_model)
         self.reset_parameters()
@@ -85,8 +87,9 @@ class MSDeformAttn(nn.Module):
         # One kernel in each direction, where masked_fill copies first.
         value = torch.where(padding_mask.unsqueeze(-1), 0.0, self.value_proj(features))
         value = value.unflatten(-1, (self.num_heads, -1))
-        offsets = self.sampling_offsets(query).unflatten(-1, (self.num_heads, self.num_levels, -1, 2))
-        logits = self.attention_weights(query).unflatten(-1, (self.num_heads, -1))
+        offsets, logits = self.sampling(query)
+        offsets = offsets.unflatten(-1, (self.num_heads, self.num_levels, -1, 2))
+        logits = logits.unflatten(-1, (self.num_heads, -1))
         if self.fused:
             sampled = msda_op.fused_ms_deform_attn(
                 value, spatial_shapes, None, reference_points.float(), offsets, logits, backend=self.backend

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from models.layers.joint_linear import JointLinear
 from models.weight_casts import Place, cast_together, casting_weights, replacing_parameters
 
 
@@ -78,7 +79,7 @@ def test_a_place_shows_what_stands_there() -> None:
 
 def test_results_that_nobody_uses_have_no_gradient() -> None:
     used, unused = (torch.randn(3, requires_grad=True) for _ in range(2))
-    cast_together([used, unused], torch.float16)[0].sum().backward()
+    cast_together([], [used, unused], torch.float16)[1][0].sum().backward()
     assert used.grad is not None
     assert used.grad.dtype == torch.float32
     assert unused.grad is None
@@ -86,6 +87,34 @@ def test_results_that_nobody_uses_have_no_gradient() -> None:
 
 def test_strides_are_kept() -> None:
     kernel = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
-    (cast,) = cast_together([kernel], torch.bfloat16)
+    _, (cast,) = cast_together([], [kernel], torch.bfloat16)
     assert cast.stride() == kernel.stride()
     assert torch.equal(cast, kernel.bfloat16())
+
+
+def test_groups_are_joined_and_their_gradients_parted() -> None:
+    first, second, single = (torch.randn(rows, 3, requires_grad=True) for rows in (2, 4, 1))
+    (joined,), (alone,) = cast_together([[first, second]], [single], torch.bfloat16)
+    assert torch.equal(joined, torch.cat((first, second)).bfloat16())
+    assert torch.equal(alone, single.bfloat16())
+    upstream = torch.randn(6, 3).bfloat16()
+    joined.backward(upstream)
+    assert torch.equal(first.grad, upstream[:2].float())
+    assert torch.equal(second.grad, upstream[2:].float())
+    assert single.grad is None
+
+
+def test_joint_layers_find_their_weights_joined_for_a_while() -> None:
+    layers = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 3)])
+    joint = JointLinear(*layers)
+    owner = nn.ModuleList([layers, joint, nn.Linear(4, 4)])
+    with torch.autocast("cpu", dtype=torch.bfloat16), casting_weights(owner):
+        assert joint.joined is not None
+        weight, bias = joint.joined
+        assert torch.equal(weight, torch.cat([layer.weight for layer in layers]).bfloat16())
+        assert torch.equal(bias, torch.cat([layer.bias for layer in layers]).bfloat16())
+        assert layers[0].weight.dtype == torch.float32  # what is joined is not cast once more
+    assert joint.joined is None
+    with pytest.raises(RuntimeError), torch.autocast("cpu", dtype=torch.bfloat16), casting_weights(owner):
+        owner[2](torch.randn(2, 5))
+    assert joint.joined is None
