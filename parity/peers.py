@@ -46,7 +46,7 @@ def fused_implementations(reference_points: Tensor) -> list[Peer]:
     """Returns the fused op, and the same composed of softmax, locations and the plain kernels.
 
     Args:
-        reference_points: `[1, Q, L, 2]` (x, y), those of every batch item. The ops are called with sampling offsets in
+        reference_points: `[B, Q, L, 2]` (x, y), those of every batch item. The ops are called with sampling offsets in
             place of locations and with logits in place of attention weights.
     """
     return [
@@ -63,14 +63,14 @@ def fused_reference(reference_points: Tensor) -> Op:
 def _fused(
     reference_points: Tensor, backend: str, value: Tensor, shapes: HostShapes, offsets: Tensor, logits: Tensor
 ) -> Tensor:
-    points = reference_points.expand(value.shape[0], -1, -1, -1)
+    points = reference_points[: value.shape[0]]
     if value.dtype == torch.float64:
         points = points.double()
     return fused_ms_deform_attn(value, shapes, None, points, offsets, logits, backend=backend)
 
 
 def _composed(reference_points: Tensor, value: Tensor, shapes: HostShapes, offsets: Tensor, logits: Tensor) -> Tensor:
-    points = reference_points.expand(value.shape[0], -1, -1, -1)
+    points = reference_points[: value.shape[0]]
     locations = sampling_locations_from_offsets(points, offsets, device_tables(shapes, None, value.device)[0])
     return _own("triton", value, shapes, locations, attention_weights_from_logits(logits))
 

@@ -154,7 +154,7 @@ def _bandwidths(name: str, traffic: Mapping[str, int], milliseconds: float) -> R
 
 
 def fuse_workload(workload: Workload) -> tuple[Workload, Tensor]:
-    """Returns a workload for the fused op that samples about the same places, and its reference points `[1, Q, L, 2]`.
+    """Returns a workload for the fused op that samples about the same places, and its reference points `[B, Q, L, 2]`.
 
     Offsets in pixels stand in the place of locations, and logits in that of attention weights, both in the dtype of
     value, as a projection under autocast writes them. The bytes predicted for it stay those of the plain op.
@@ -170,7 +170,8 @@ def fuse_workload(workload: Workload) -> tuple[Workload, Tensor]:
         sampling_locations=offsets.to(dtype),
         attention_weights=inputs.attention_weights.float().clamp(min=1e-6).log().to(dtype),
     )
-    return replace(workload, inputs=fused), points
+    # A copy for each item, as a model has them: all are the same, so that any items can be judged alone.
+    return replace(workload, inputs=fused), points.repeat(workload.batch, 1, 1, 1)
 
 
 def run_workload(

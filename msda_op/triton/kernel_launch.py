@@ -1,11 +1,20 @@
-"""One launch of a kernel, as a value: it can be looked at, traced by `torch.compile`, and run."""
+"""One launch of a kernel, as a value: it can be looked at, traced by `torch.compile`, and run.
 
+Launches that agree in all but the addresses of their tensors run the same compiled kernel. It is kept, since Triton's
+own look at each argument costs the host more than many a kernel takes. What Triton compiles for is part of the key:
+dtypes, whether addresses are multiples of 16, and numbers.
+"""
+
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+
+_MAX_COMPILED = 4096
+_compiled: dict[Hashable, Any] = {}
 
 
 class Launch(NamedTuple):
@@ -37,10 +46,28 @@ class Launch(NamedTuple):
             return None
         if type(device_of) is Tensor:
             with torch.cuda.device_of(device_of):
-                return self.kernel[grid](**self.arguments, num_warps=self.num_warps, maxnreg=self.registers)
+                return self._start(device_of.device)
         kernel = torch.library.wrap_triton(_configure(self.kernel, self.num_warps, self.registers))
         kernel[grid](**self.arguments)
         return None
+
+    def _start(self, device: torch.device) -> Any:
+        arguments = [self.arguments[name] for name in self.kernel.arg_names]
+        key: tuple[Hashable, ...] = (self.kernel.fn, self.num_warps, self.registers, device)
+        key += tuple(
+            (argument.dtype, argument.data_ptr() % 16 == 0) if isinstance(argument, Tensor) else argument
+            for argument in arguments
+        )
+        compiled = _compiled.get(key)
+        if compiled is not None:
+            compiled[self.num_programs, 1, 1](*arguments)
+            return compiled
+        grid = (self.num_programs,)
+        compiled = self.kernel[grid](**self.arguments, num_warps=self.num_warps, maxnreg=self.registers)
+        if len(_compiled) >= _MAX_COMPILED:
+            _compiled.clear()
+        _compiled[key] = compiled
+        return compiled
 
 
 @lru_cache

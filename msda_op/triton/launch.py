@@ -57,6 +57,7 @@ def forward(inputs: Inputs, options: Options, thin_levels: bool) -> Tensor:
         options: conventions and layouts.
         thin_levels: whether levels may have a single row or column, which some kernels take at an extra cost.
     """
+    inputs = Inputs._make(None if tensor is None else tensor.contiguous() for tensor in inputs)
     call = describe_call(inputs, (options, thin_levels))
     if call is not None:
         again = launch_again(call, inputs)

@@ -20,6 +20,7 @@ itself, since adds that return to one sector wait for each other. Where levels o
 there are sectors, counters share them, see `find_counter`.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import triton
@@ -88,11 +89,12 @@ class BucketSizes(NamedTuple):
     sector_bits: int
 
 
+@lru_cache(maxsize=4096)
 def size_buckets(value_length: int, num_levels: int, num_samples: int) -> BucketSizes:
     """Returns them; arguments as above."""
     sizes = (value_length, num_levels, num_samples)
     bound, expected = bound_buckets(*sizes), expect_buckets(*sizes)
-    return BucketSizes(bound, expected, (max(triton.cdiv(bound, SECTOR.value), expected) - 1).bit_length())
+    return BucketSizes(bound, expected, (max(-(-bound // SECTOR.value), expected) - 1).bit_length())
 
 
 @triton.jit

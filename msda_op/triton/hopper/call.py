@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import triton
 from torch import Tensor
 
 from msda_op.options import Sizes, read_sizes
@@ -84,11 +83,11 @@ class Call(NamedTuple):
         """Returns the launch shape of a pass."""
         if stage == "backward" and self.offsets is not None:
             stage = "fused backward"
-        return choose_launch_shape(stage, self.planes * triton.cdiv(self.sizes.num_queries, 2))
+        return choose_launch_shape(stage, self.planes * ((self.sizes.num_queries + 1) // 2))
 
     def count_programs(self, shape: LaunchShape) -> int:
         """Returns the programs of a kernel that takes one head of some queries."""
-        return self.planes * triton.cdiv(self.sizes.num_queries, 2 * shape.warps * shape.iterations)
+        return self.planes * -(-self.sizes.num_queries // (2 * shape.warps * shape.iterations))
 
 
 def prepare_call(

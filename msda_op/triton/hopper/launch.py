@@ -7,7 +7,6 @@ aligned). All that depends on the sizes of levels is computed on the device.
 from typing import Any, Literal, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from msda_op.triton.hopper import buckets as plan
@@ -102,7 +101,7 @@ def forward_launch(
         "bins": None if buckets is None else buckets.bins,
         "output": output,
         "counters": counters,
-        "sector_bits": call.bucket_sizes.sector_bits,
+        "sector_bits": 0 if buckets is None else call.bucket_sizes.sector_bits,
         "D": call.sizes.head_dim,
         "COUNT": buckets is not None,
         "WARPS": shape.warps,
@@ -230,7 +229,7 @@ def allocate_records(call: Call) -> Tensor:
 def plan_launch(call: Call, buckets: Buckets, counters: Tensor) -> Launch:
     """Returns the launch that plans the buckets and zeroes their counters."""
     sizes, bucket_sizes = call.sizes, call.bucket_sizes
-    programs = triton.cdiv(bucket_sizes.programs, _PLAN_BLOCK)
+    programs = -(-bucket_sizes.programs // _PLAN_BLOCK)
     arguments = {
         **call.tables,
         "bins": buckets.bins,
@@ -309,7 +308,7 @@ def main_launch(
         "grad_weights": wanted.weights,
         "counters": counters,
         "records": records,
-        "sector_bits": call.bucket_sizes.sector_bits,
+        "sector_bits": 0 if buckets is None else call.bucket_sizes.sector_bits,
         "D": call.sizes.head_dim,
         "SCATTER": "records" if buckets is not None else "none" if grad_value is None else "atomics",
         "WARPS": shape.warps,

@@ -80,7 +80,9 @@ def test_launches_the_same_with_new_tensors() -> None:
         assert "other" not in first
         assert longer[1] == 2
         assert longer[0] != first
-        assert [runs for _, runs in skewed] == [3, 4]  # a value that starts elsewhere is looked at each time
+        # A value that starts elsewhere has a kernel of its own, or is copied for the Hopper kernels, which take D = 32.
+        assert [runs for _, runs in skewed] == ([2, 2] if name.endswith(" 32") else [3, 3])
+        assert skewed[0] == skewed[1]
 
 
 def test_interpreted_and_traced_calls_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
