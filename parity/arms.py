@@ -214,15 +214,6 @@ def roughen_attention(model: nn.Module, roughness: float, seed: int) -> None:
                 projection.weight.add_(noise.to(projection.weight))
 
 
-def hash_weights(model: nn.Module) -> str:
-    """Returns a hash of all parameters and buffers."""
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
 def _compose(overrides: Sequence[str]) -> DictConfig:
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         return compose("parity", overrides=list(overrides))

@@ -25,7 +25,8 @@ from models.export.buckets import Size
 from models.export.certificate import Measurement, Program, Tolerance, contrasting_inputs, measure
 from models.export.cuda_graph import GraphedDetector
 from models.export.inference import InferenceModule
-from models.export.recipe import Precision, Recipe, Source, build_module, hash_weights
+from models.export.recipe import Precision, Recipe, Source, build_module
+from models.weight_hash import hash_weights
 from parity.arms import ROOT, roughen_attention
 from parity.timing import Call, percentile
 

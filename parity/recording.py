@@ -12,7 +12,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from parity.arms import Arm, Experiment, arm_hash, hash_weights
+from models.weight_hash import hash_weights
+from parity.arms import Arm, Experiment, arm_hash
 from parity.results import write_json
 from parity.training import TrainingLoop, hash_batch
 
@@ -115,7 +116,7 @@ def _run(
 ) -> Recording:
     began = time.perf_counter()
     loop = TrainingLoop(experiment, arm, total_steps)
-    recording = Recording(arm, identity, hash_weights(loop.detector), {}, {}, [], [], [], {}, 0.0)
+    recording = Recording(arm, identity, hash_weights(loop.detector.state_dict()), {}, {}, [], [], [], {}, 0.0)
     os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # the profiler reports its own start and end to the terminal
     activities = [ProfilerActivity.CPU]
     if experiment.device.type == "cuda":

@@ -14,8 +14,9 @@ from models.export.buckets import Size, buckets_for, choose_bucket, pad_images, 
 from models.export.certificate import Program
 from models.export.cuda_graph import WEIGHTS_FILE, GraphedDetector
 from models.export.inference import Outputs
-from models.export.recipe import Precision, Recipe, Source, build_module, hash_weights, read_source
+from models.export.recipe import Precision, Recipe, Source, build_module, read_source
 from models.structures import Detections
+from models.weight_hash import hash_weights
 
 
 class Predictor:

@@ -1,6 +1,5 @@
 """What a checkpoint of this project says of its detector: how to build it, and how images have to reach it."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,11 +13,11 @@ from models.checkpoints import load_weights, read_checkpoint, read_weights
 from models.export.folding import fold_batch_norms
 from models.export.inference import InferenceModule, keep_half_weights
 from models.normalization import ImageNormalizer
+from models.weight_hash import hash_weights
 
 OWN_PACKAGE = "models."
 _DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_HASH_DIGITS = 32
 
 
 @dataclass(frozen=True)
@@ -162,15 +161,6 @@ def source_of(recipe: Recipe, path: str | Path) -> Source:
     load_weights(model, path)
     weights = {key: tensor.detach() for key, tensor in model.state_dict().items()}
     return Source(recipe, weights, hash_weights(weights))
-
-
-def hash_weights(weights: Mapping[str, Tensor]) -> str:
-    """Returns a hash of names, shapes, dtypes and numbers, in order of the names."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(weights.items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:_HASH_DIGITS]
 
 
 def build_module(

@@ -11,8 +11,9 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from models.export.inference import InferenceModule
-from models.export.recipe import Recipe, Source, hash_weights
+from models.export.recipe import Recipe, Source
 from models.normalization import ImageNormalizer
+from models.weight_hash import hash_weights
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 CATEGORIES = [{"id": 3, "name": "cup"}, {"id": 7, "name": "fork"}, {"id": 20, "name": "plate"}]
