@@ -8,7 +8,7 @@ PYTHON ?= python3
 VENV := .venv
 ARGS ?=
 
-.PHONY: train test check kernels docs clean
+.PHONY: train test check parity kernels docs clean
 
 train: $(VENV)/installed
 	$(VENV)/bin/python train.py $(ARGS)
