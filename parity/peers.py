@@ -35,9 +35,10 @@ class Peer:
 
 
 def own_implementations() -> list[Peer]:
-    """Returns this project's kernels and its reference, which is `grid_sample` and sums."""
+    """Returns this project's kernels, those that add in a fixed order, and the reference: `grid_sample` and sums."""
     return [
         Peer("msda_op triton", partial(_own, "triton"), captured=True),
+        Peer("msda_op triton, deterministic", partial(_own, "triton", deterministic=True)),
         Peer("msda_op reference", partial(_own, "reference")),
     ]
 
@@ -96,9 +97,16 @@ def find_peers() -> tuple[list[Peer], dict[str, str]]:
     return found, missing
 
 
-def _own(backend: str, value: Tensor, shapes: HostShapes, locations: Tensor, weights: Tensor) -> Tensor:
+def _own(
+    backend: str,
+    value: Tensor,
+    shapes: HostShapes,
+    locations: Tensor,
+    weights: Tensor,
+    deterministic: bool | None = None,
+) -> Tensor:
     # The pairs, as the models of this project pass them: they tell that no level is thin, which saves work.
-    return ms_deform_attn(value, shapes, None, locations, weights, backend=backend)
+    return ms_deform_attn(value, shapes, None, locations, weights, deterministic=deterministic, backend=backend)
 
 
 def _with_tables(op: TableOp) -> Op:

@@ -90,8 +90,8 @@ def test_a_package_that_cannot_be_imported_is_named_with_the_reason(monkeypatch:
 
 def test_own_implementations_are_accurate_and_ours_comes_first() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    ours, reference = own_implementations()
+    ours, in_order, reference = own_implementations()
     assert ours.name == "msda_op triton"
     inputs = make_preset_inputs(PRESET, 2, torch.float32, device, seed=0)
-    for peer in (ours, reference):
+    for peer in (ours, in_order, reference):
         assert all(result.passed for result in compare_op(peer.op, inputs, INPUT_NAMES))

@@ -168,7 +168,8 @@ def test_op_times_ours_twice_and_the_fused_form_and_each_row_is_kept(
     assert set(content) == {"schema", "environment", "gpu", "missing_peers", "copy_gb_s", "rows", "repeated"}
     names = [row["implementation"] for row in content["rows"]]
     fused = ["msda_op triton, fused", "softmax + locations + msda_op triton"]
-    assert names == ["msda_op triton", "msda_op reference", "msda_op triton", *fused]
+    ours = ["msda_op triton", "msda_op triton, deterministic", "msda_op reference", "msda_op triton"]
+    assert names == [*ours, *fused]
     assert {row["status"] for row in content["rows"]} == {"timed"}
     assert content["repeated"][0]["relative_difference"] == {"forward_device_ms": 0.0, "backward_device_ms": 0.0}
     assert "deformops: not installed" in capsys.readouterr().out

@@ -20,7 +20,6 @@ itself, since adds that return to one sector wait for each other. Where levels o
 there are sectors, counters share them, see `find_counter`.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import triton
@@ -89,7 +88,6 @@ class BucketSizes(NamedTuple):
     sector_bits: int
 
 
-@lru_cache(maxsize=4096)
 def size_buckets(value_length: int, num_levels: int, num_samples: int) -> BucketSizes:
     """Returns them; arguments as above."""
     sizes = (value_length, num_levels, num_samples)

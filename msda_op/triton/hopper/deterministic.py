@@ -22,30 +22,42 @@ from msda_op.triton.hopper.buckets import count_buckets, split_bucket_program
 NUM_COLOURS = 4
 
 # Most memory for parts of more than one item and head.
-PART_BYTES = 32 * 2**20
+PART_BYTES = 64 * 2**20
 
 # Above every record: a record's query is never alone with 15 set bits of y, which stays below 9 * 2048.
 LAST_RECORD = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 
 
 @triton.jit
+def sort_block(records, size, BLOCK: tl.constexpr):
+    """Sorts up to BLOCK records."""
+    element = tl.arange(0, BLOCK)
+    mask = element < size
+    block = tl.load(records + element, mask=mask, other=LAST_RECORD)
+    tl.store(records + element, tl.sort(block), mask=mask)
+
+
+@triton.jit
 def sort_run(records, size, BLOCK: tl.constexpr):
     """Sorts a run of records of any size, at least 2.
 
-    Up to BLOCK are sorted at once. More are sorted by odd-even transposition of half blocks: in each round,
-    neighbouring halves are sorted together, from an even half in even rounds and from an odd one in odd rounds; as many
-    rounds as halves, and one more that sorts a half left alone by the first, put everything in order.
+    Up to BLOCK are sorted at once, by a quarter or half of the lanes' work where they are few enough: BLOCK fits the
+    buckets of split tiles, and fine levels have fewer. More than BLOCK are sorted by odd-even transposition of half
+    blocks: in each round, neighbouring halves are sorted together, from an even half in even rounds and from an odd one
+    in odd rounds; as many rounds as halves, and one more that sorts a half left alone by the first, put everything in
+    order.
     """
     HALF: tl.constexpr = BLOCK // 2
-    halves = (size + HALF - 1) // HALF
-    rounds = tl.where(size <= BLOCK, 1, halves + 1)
-    element = tl.arange(0, BLOCK)
-    for turn in range(rounds):
-        for first in range(turn % 2 * HALF, size, BLOCK):
-            mask = first + element < size
-            block = tl.load(records + first + element, mask=mask, other=LAST_RECORD)
-            tl.store(records + first + element, tl.sort(block), mask=mask)
-        tl.debug_barrier()
+    if size <= BLOCK // 4:
+        sort_block(records, size, BLOCK // 4)
+    elif size <= HALF:
+        sort_block(records, size, HALF)
+    else:
+        rounds = tl.where(size <= BLOCK, 1, (size + HALF - 1) // HALF + 1)
+        for turn in range(rounds):
+            for first in range(turn % 2 * HALF, size, BLOCK):
+                sort_block(records + first, size - first, BLOCK)
+            tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["bound", "capacity", "programs"])

@@ -18,9 +18,9 @@ def sort_buckets(records: torch.Tensor, sizes: list[int], block: int, programs: 
 
 
 @pytest.mark.parametrize("programs", [1, 3, 20])
-@pytest.mark.parametrize("block", [4, 8])
+@pytest.mark.parametrize("block", [8, 16])
 def test_buckets_of_any_size_are_sorted(block: int, programs: int) -> None:
-    sizes = [0, 1, 2, block // 2, block, block + 1, 3 * block, 0, 2 * block + 3, 19]
+    sizes = [0, 1, 2, block // 4 + 1, block // 2, block // 2 + 1, block, block + 1, 3 * block, 0, 2 * block + 3, 19]
     generator = torch.Generator().manual_seed(0)
     records = torch.randint(-(2**62), 2**62, (2, sum(sizes)), generator=generator).to(DEVICE)
     expected = torch.cat([part.sort(dim=1).values for part in records.split(sizes, dim=1)], dim=1)

@@ -194,13 +194,14 @@ def test_never_waits_for_the_device() -> None:
 
 
 def time_ms(function: Callable[[], object], repeats: int = 50) -> float:
-    """Returns the median device time of a call, the L2 cache flushed before each."""
+    """Returns the median device time of a call, the L2 cache flushed before each and the host ahead."""
     flush = torch.empty(256 * 2**20, dtype=torch.int8, device=DEVICE)
     for _ in range(5):
         function()
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for start, end in pairs:
         flush.zero_()
+        torch.cuda._sleep(4_000_000)  # 2 ms, longer than it takes to queue any of them
         start.record()
         function()
         end.record()
