@@ -15,6 +15,7 @@ from coco.callbacks import CocoEvaluation
 from coco.datamodule import CocoDataModule
 from coco.errors import DataError, NonFiniteDetectionsError, explain_dead_worker
 from models.callbacks import RunManifest
+from models.compilation import compile_regions
 from models.detector import Detector
 from models.divergence import TrainingDiverged
 from models.environment import allow_tf32, silence_dependencies
@@ -75,6 +76,8 @@ def build(cfg: DictConfig) -> tuple[Detector, CocoDataModule, pl.Trainer]:
         schedule=instantiate(cfg.schedule),
         top_k=cfg.detector.top_k,
     )
+    if cfg.compile:
+        compile_regions(detector)
     return detector, datamodule, build_trainer(cfg, categories)
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from models.compilation import Region
 from models.losses import box_giou_loss, box_l1_loss, sigmoid_focal_loss
 from models.matcher import HungarianMatcher, Matches
 from models.structures import DenoisingOutput, DetectorOutput, Targets
@@ -59,6 +60,28 @@ class _Part(NamedTuple):
         return sums if self.num_groups == 1 else sums / self.num_groups
 
 
+class FocalLoss(Region):
+    """`sigmoid_focal_loss` of given settings."""
+
+    def __init__(self, alpha: float, gamma: float) -> None:
+        super().__init__()
+        self.alpha = alpha
+        self.gamma = gamma
+
+    def compute(self, logits: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+        """Returns the losses, float32 of the shape of logits and targets."""
+        return sigmoid_focal_loss(logits, targets, self.alpha, self.gamma)
+
+
+class BoxLosses(Region):
+    """L1 and GIoU loss of corresponding boxes."""
+
+    def compute(self, boxes_cxcywh: Tensor, targets_cxcywh: Tensor) -> Tensor:  # type: ignore[override]
+        """Returns `box_l1_loss` and `box_giou_loss` of float32 [R, 4] and [R, 4], float32 [2, R]."""
+        losses = (box_l1_loss(boxes_cxcywh, targets_cxcywh), box_giou_loss(boxes_cxcywh, targets_cxcywh))
+        return torch.stack(losses)
+
+
 class Criterion(nn.Module):
     """Matches targets and sums the weighted losses of all layers (arXiv 2010.04159, A.4; arXiv 2005.12872, 3.1).
 
@@ -87,8 +110,8 @@ class Criterion(nn.Module):
             )
         self.matcher = matcher
         self.loss_weights = dict(loss_weights)
-        self.focal_alpha = focal_alpha
-        self.focal_gamma = focal_gamma
+        self.focal_loss = FocalLoss(focal_alpha, focal_gamma)
+        self.box_losses = BoxLosses()
 
     def forward(self, output: DetectorOutput, targets: Targets, mean_over_ranks: Callable[[Tensor], Tensor]) -> Losses:
         """Computes the loss of a batch.
@@ -143,7 +166,7 @@ class Criterion(nn.Module):
         for part, flat in zip(parts, class_targets.split(sizes), strict=True):
             places = (part.matches.layer, part.matches.batch, part.matches.query, part.labels[part.matches.target])
             flat.view(part.logits.shape).index_put_(places, one)
-        focal = sigmoid_focal_loss(logits, class_targets, self.focal_alpha, self.focal_gamma)
+        focal = self.focal_loss(logits, class_targets)
         return torch.cat(
             [part.sum_layers(flat[None]) for part, flat in zip(parts, focal.split(sizes), strict=True)], dim=1
         )
@@ -152,7 +175,7 @@ class Criterion(nn.Module):
         """Returns L1 and GIoU loss of every layer of all parts, summed over the matches, float32 [2, n]."""
         boxes = torch.cat([part.matched_boxes() for part in parts])
         target_boxes = targets.boxes_cxcywh[torch.cat([part.matches.target.flatten() for part in parts])]
-        losses = torch.stack((box_l1_loss(boxes, target_boxes), box_giou_loss(boxes, target_boxes)))
+        losses = self.box_losses(boxes, target_boxes)
         sizes = [part.matches.target.numel() for part in parts]
         return torch.cat(
             [part.sum_layers(flat) for part, flat in zip(parts, losses.split(sizes, dim=1), strict=True)], dim=1

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models.boxes import inverse_sigmoid
+from models.compilation import Region
 from models.layers.feed_forward import relu_dropout
 from models.layers.ms_deform_attn import MSDeformAttn
 from models.layers.residual_norm import ResidualNorm
@@ -140,7 +141,7 @@ class DeformableDecoder(nn.Module):
         self.norm = norm
         self.ref_point_head = ref_point_head
         self.look_forward_twice = look_forward_twice
-        self.inverse_sigmoid_eps = inverse_sigmoid_eps
+        self.refine = BoxRefinement(inverse_sigmoid_eps)
         self.gradient_checkpointing = gradient_checkpointing
         self.bbox_embed = None
         self.class_embed = None
@@ -197,10 +198,10 @@ class DeformableDecoder(nn.Module):
                 query = layer(*arguments)
             hidden.append(query if self.norm is None else self.norm(query))
             if self.bbox_embed is not None:
-                head, eps = self.bbox_embed[index], self.inverse_sigmoid_eps
-                refined = predict_boxes(head, query, reference_points, eps)
+                head = self.bbox_embed[index]
+                refined = predict_boxes(head, query, reference_points, self.refine)
                 if self.look_forward_twice:
-                    boxes.append(predict_boxes(head, hidden[-1], attached_points, eps))
+                    boxes.append(predict_boxes(head, hidden[-1], attached_points, self.refine))
                 else:
                     boxes.append(refined)
                 attached_points, reference_points = refined, refined.detach()
@@ -232,22 +233,45 @@ def embed_references(boxes_cxcywh: Tensor, channels: int) -> Tensor:
     return embed_boxes(torch.cat((center_y, center_x, size), dim=-1), channels)
 
 
-def predict_boxes(head: Callable[[Tensor], Tensor], hidden: Tensor, reference_points: Tensor, eps: float) -> Tensor:
-    """Predicts boxes relative to reference points, in float32 under any autocast.
+class BoxRefinement(Region):
+    """Moves reference points by what a box head predicts.
 
-    box = sigmoid(head(hidden) + inverse_sigmoid(reference)); a point moves the centre only (arXiv 2010.04159, A.3-A.4).
+    box = sigmoid(delta + inverse_sigmoid(reference)); a point moves the centre only (arXiv 2010.04159, A.3-A.4).
+    """
+
+    def __init__(self, inverse_sigmoid_eps: float) -> None:
+        """Takes the eps of `models.boxes.inverse_sigmoid`."""
+        super().__init__()
+        self.inverse_sigmoid_eps = inverse_sigmoid_eps
+
+    def compute(self, delta: Tensor, reference_points: Tensor) -> Tensor:  # type: ignore[override]
+        """Computes boxes.
+
+        Args:
+            delta: float32 [..., 4].
+            reference_points: float32 [..., 2] (x, y) or [..., 4] (cx, cy, w, h), in 0..1.
+
+        Returns:
+            float32 [..., 4] (cx, cy, w, h), in 0..1.
+        """
+        anchor = inverse_sigmoid(reference_points, self.inverse_sigmoid_eps)
+        missing = delta.shape[-1] - anchor.shape[-1]
+        return (delta + nn.functional.pad(anchor, (0, missing))).sigmoid()
+
+
+def predict_boxes(
+    head: Callable[[Tensor], Tensor], hidden: Tensor, reference_points: Tensor, refine: BoxRefinement
+) -> Tensor:
+    """Predicts boxes relative to reference points, in float32 under any autocast.
 
     Args:
         head: box head, [..., C] -> [..., 4].
         hidden: float [..., C].
         reference_points: float32 [..., 2] (x, y) or [..., 4] (cx, cy, w, h), in 0..1.
-        eps: see `models.boxes.inverse_sigmoid`.
+        refine: joins the head's answer and the points.
 
     Returns:
         float32 [..., 4] (cx, cy, w, h), in 0..1.
     """
     with torch.autocast(hidden.device.type, enabled=False):
-        delta = head(hidden.float())
-        anchor = inverse_sigmoid(reference_points, eps)
-        missing = delta.shape[-1] - anchor.shape[-1]
-        return (delta + nn.functional.pad(anchor, (0, missing))).sigmoid()
+        return refine(head(hidden.float()), reference_points)

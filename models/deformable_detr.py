@@ -96,7 +96,7 @@ class DeformableDetr(nn.Module):
         boxes_cxcywh = decoded.boxes_cxcywh
         if boxes_cxcywh is None:
             boxes_cxcywh = predict_boxes(
-                self.bbox_embed[0], decoded.hidden, decoded.reference_points, self.transformer.inverse_sigmoid_eps
+                self.bbox_embed[0], decoded.hidden, decoded.reference_points, self.transformer.decoder.refine
             )
         return DetectorOutput(classify(self.class_embed, decoded.hidden), boxes_cxcywh, decoded.proposals)
 

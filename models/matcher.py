@@ -11,6 +11,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from models.boxes import generalized_box_iou
+from models.compilation import Region
 from models.losses import focal_matching_cost
 from models.structures import DetectorOutput, Targets
 
@@ -34,6 +35,35 @@ class Matches:
     batch: Tensor
     query: Tensor
     target: Tensor
+
+
+class MatchingCosts(Region):
+    """What matching a query to a target would cost, see `HungarianMatcher`."""
+
+    def __init__(
+        self, cost_class: float, cost_bbox: float, cost_giou: float, focal_alpha: float, focal_gamma: float
+    ) -> None:
+        super().__init__()
+        self.cost_class = cost_class
+        self.cost_bbox = cost_bbox
+        self.cost_giou = cost_giou
+        self.focal_alpha = focal_alpha
+        self.focal_gamma = focal_gamma
+
+    def compute(self, logits: Tensor, boxes: Tensor, labels: Tensor, target_boxes: Tensor) -> Tensor:  # type: ignore[override]
+        """Returns the costs float32 [n, B, Q, T] of targets padded to the largest count T of an image.
+
+        Args:
+            logits: float [n, B, Q, num_classes].
+            boxes: float [n, B, Q, 4], (cx, cy, w, h).
+            labels: int64 [B, T].
+            target_boxes: float [B, T, 4], (cx, cy, w, h).
+        """
+        index = labels[None, :, None, :].expand(*logits.shape[:3], -1)
+        cost_class = focal_matching_cost(logits.float().gather(-1, index), self.focal_alpha, self.focal_gamma)
+        cost_bbox = (boxes.float().unsqueeze(-2) - target_boxes.unsqueeze(-3)).abs().sum(-1)
+        giou = generalized_box_iou(boxes.unsqueeze(-2), target_boxes.unsqueeze(-3))
+        return self.cost_bbox * cost_bbox + self.cost_class * cost_class - self.cost_giou * giou
 
 
 class HungarianMatcher(nn.Module):
@@ -61,11 +91,7 @@ class HungarianMatcher(nn.Module):
         costs = (cost_class, cost_bbox, cost_giou)
         if min(costs) < 0 or max(costs) == 0:
             raise ValueError(f"cost_class, cost_bbox, cost_giou must be >= 0 and not all 0, got {costs}; change them")
-        self.cost_class = cost_class
-        self.cost_bbox = cost_bbox
-        self.cost_giou = cost_giou
-        self.focal_alpha = focal_alpha
-        self.focal_gamma = focal_gamma
+        self.costs = MatchingCosts(*costs, focal_alpha, focal_gamma)
 
     @torch.no_grad()
     def forward(self, output: DetectorOutput, targets: Targets) -> tuple[Matches, Matches | None]:
@@ -91,7 +117,7 @@ class HungarianMatcher(nn.Module):
             classes = proposals.classes_of(labels)
             sets.append(("the encoder's proposals", proposals.logits[None], proposals.boxes_cxcywh[None], classes))
         with torch.autocast(boxes.device.type, enabled=False):
-            costs = [self._costs(logits, queries, classes, boxes) for _, logits, queries, classes in sets]
+            costs = [self.costs(logits, queries, classes, boxes) for _, logits, queries, classes in sets]
             candidates = [_cheapest(cost) if cost.shape[2] > MAX_DENSE_QUERIES else (cost,) for cost in costs]
         on_host = iter(_copy_to_host([tensor for tensors in candidates for tensor in tensors]))
         solved, non_finite = [], []
@@ -105,21 +131,6 @@ class HungarianMatcher(nn.Module):
             warnings.warn(f"matching costs are not finite for {'; '.join(non_finite)}: training diverges", stacklevel=2)
         matches = _copy_to_device(solved, boxes.device)
         return matches[0], matches[1] if output.proposals is not None else None
-
-    def _costs(self, logits: Tensor, boxes: Tensor, labels: Tensor, target_boxes: Tensor) -> Tensor:
-        """Returns the costs float32 [n, B, Q, T] of targets padded to the largest count T of an image.
-
-        Args:
-            logits: float [n, B, Q, num_classes].
-            boxes: float [n, B, Q, 4], (cx, cy, w, h).
-            labels: int64 [B, T].
-            target_boxes: float [B, T, 4], (cx, cy, w, h).
-        """
-        index = labels[None, :, None, :].expand(*logits.shape[:3], -1)
-        cost_class = focal_matching_cost(logits.float().gather(-1, index), self.focal_alpha, self.focal_gamma)
-        cost_bbox = (boxes.float().unsqueeze(-2) - target_boxes.unsqueeze(-3)).abs().sum(-1)
-        giou = generalized_box_iou(boxes.unsqueeze(-2), target_boxes.unsqueeze(-3))
-        return self.cost_bbox * cost_bbox + self.cost_class * cost_class - self.cost_giou * giou
 
 
 def _target_slots(counts: tuple[int, ...]) -> Tensor:

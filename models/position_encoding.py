@@ -3,7 +3,9 @@
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from models.compilation import Region
 
 FULL_TURN = 2 * math.pi
 NORMALIZATION_EPS = 1e-6
@@ -28,7 +30,7 @@ def sine_embedding(angles: Tensor, channels: int, temperature: float) -> Tensor:
     return torch.stack((phases[..., 0::2].sin(), phases[..., 1::2].cos()), dim=-1).flatten(-2)
 
 
-class SinePositionEncoding(nn.Module):
+class SinePositionEncoding(Region):
     """Encodes the row and the column of each pixel, normalised by the unpadded size of its image."""
 
     def __init__(self, *, channels: int, temperature: float, offset: float) -> None:
@@ -49,7 +51,7 @@ class SinePositionEncoding(nn.Module):
         self.temperature = temperature
         self.offset = offset
 
-    def forward(self, padding_mask: Tensor) -> Tensor:
+    def compute(self, padding_mask: Tensor) -> Tensor:  # type: ignore[override]
         """Encodes the positions of a feature level.
 
         Args:

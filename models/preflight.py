@@ -97,6 +97,11 @@ def check_run(cfg: DictConfig) -> None:
         raise ValueError(f"op={cfg.op.backend} cannot run here: {error}") from error
     if cfg.cuda_graphs:
         _check_cuda_graphs(cfg, device)
+    if cfg.compile and cfg.deterministic:
+        raise ValueError(
+            "compile must be false with deterministic=true, got true: which of several kernels sums up is decided by "
+            "timing them; set one of them to false"
+        )
     untrained = cfg.backbone.weights == "none" and cfg.ckpt_path is None and cfg.model.weights is None
     if "norm" in cfg.backbone and cfg.backbone.norm == "frozen" and untrained:
         raise ValueError(

@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from models.compilation import compile_regions
 from models.detector import Detector
 from models.optimization import clip_gradients
 from models.structures import Targets
@@ -25,6 +26,7 @@ from parity.training import autocast_dtype, set_flags
 PHASES = ("forward", "loss", "backward", "update")
 SWITCHES = {
     "cuda_graphs": "cuda_graphs=false",
+    "compile": "compile=false",
     "fused_norm": "model.transformer.fused_norm=false",
     "op.fused": "op.fused=false",
     "fold_norms": "backbone.fold_norms=false",
@@ -73,6 +75,8 @@ class SyntheticStep:
         parts = {name: instantiate(config[name]) for name in ("model", "criterion", "normalizer", "optimizer")}
         detector = Detector(**parts, schedule=instantiate(config.schedule), top_k=config.detector.top_k)
         self.device = device
+        if config.compile:
+            compile_regions(detector)
         self.detector = detector.to(device).train()
         self.graphed = bool(config.cuda_graphs)
         self._optimizer = detector.optimizer_settings.build(detector.model)

@@ -97,7 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
     step.add_argument(
         "--switches",
         action="store_true",
-        help="with each of what makes it fast turned off, a row each; pass cuda_graphs=true",
+        help="with each of what makes it fast turned off, a row each; pass cuda_graphs=true compile=true",
     )
     step.add_argument("--against", choices=["official"], help="the official code beside ours, in turn")
     step.add_argument("--checkout", type=Path, help="folder of the official code")

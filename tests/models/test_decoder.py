@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.decoder import DeformableDecoder, DeformableDecoderLayer, predict_boxes, scale_to_levels
+from models.decoder import BoxRefinement, DeformableDecoder, DeformableDecoderLayer, predict_boxes, scale_to_levels
 from models.proposals import embed_boxes
 from models.structures import LevelGeometry
 
@@ -55,18 +55,18 @@ def test_points_and_boxes_scale_with_the_valid_ratios() -> None:
 
 def test_a_point_moves_only_the_centre() -> None:
     hidden = torch.zeros(1, 4)
-    boxes = predict_boxes(nn.Identity(), hidden, torch.tensor([[0.2, 0.7]]), 1e-5)
+    boxes = predict_boxes(nn.Identity(), hidden, torch.tensor([[0.2, 0.7]]), BoxRefinement(1e-5))
     torch.testing.assert_close(boxes, torch.tensor([[0.2, 0.7, 0.5, 0.5]]))
-    boxes = predict_boxes(nn.Identity(), hidden, torch.tensor([[0.2, 0.7, 0.1, 0.3]]), 1e-5)
+    boxes = predict_boxes(nn.Identity(), hidden, torch.tensor([[0.2, 0.7, 0.1, 0.3]]), BoxRefinement(1e-5))
     torch.testing.assert_close(boxes, torch.tensor([[0.2, 0.7, 0.1, 0.3]]))
 
 
 def test_box_head_runs_in_float32_under_autocast() -> None:
     head = nn.Linear(4, 4)
     hidden, reference = torch.randn(3, 4), torch.rand(3, 4)
-    expected = predict_boxes(head, hidden, reference, 1e-5)
+    expected = predict_boxes(head, hidden, reference, BoxRefinement(1e-5))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(predict_boxes(head, hidden, reference, 1e-5), expected)
+        assert torch.equal(predict_boxes(head, hidden, reference, BoxRefinement(1e-5)), expected)
 
 
 def test_without_box_heads_all_layers_look_at_the_same_points() -> None:
@@ -119,9 +119,9 @@ def test_heads_read_normalised_states_and_the_refinement_raw_ones() -> None:
     for index, head in enumerate(decoder.bbox_embed):
         torch.testing.assert_close(seen[index], reference_points)
         torch.testing.assert_close(output.hidden[index], decoder.norm(raw[index]))
-        expected = predict_boxes(head, output.hidden[index], reference_points, 1e-5)
+        expected = predict_boxes(head, output.hidden[index], reference_points, BoxRefinement(1e-5))
         torch.testing.assert_close(output.boxes_cxcywh[index], expected)
-        reference_points = predict_boxes(head, raw[index], reference_points, 1e-5)
+        reference_points = predict_boxes(head, raw[index], reference_points, BoxRefinement(1e-5))
         assert not torch.allclose(expected, reference_points)
 
 

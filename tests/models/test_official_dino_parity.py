@@ -183,10 +183,10 @@ def test_another_temperature_is_noticed(comparison: Comparison) -> None:
 
 def test_another_epsilon_is_noticed_in_the_decoder(comparison: Comparison) -> None:
     decoder = comparison.model.transformer.decoder
-    decoder.inverse_sigmoid_eps = 0.1  # the random proposals are seldom smaller
+    decoder.refine.inverse_sigmoid_eps = 0.1  # the random proposals are seldom smaller
     with torch.no_grad():
         output = comparison.model.eval()(comparison.batch)
-    decoder.inverse_sigmoid_eps = 1e-3
+    decoder.refine.inverse_sigmoid_eps = 1e-3
     differences = largest_differences(output, comparison.expected["evaluated"])
     assert differences["proposal_pred_boxes"] <= MAX_OUTPUT_DIFFERENCE
     assert differences["boxes"] > MAX_OUTPUT_DIFFERENCE

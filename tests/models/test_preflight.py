@@ -10,6 +10,8 @@ SETTINGS = {
     "mode": "train",
     "ckpt_path": None,
     "cuda_graphs": False,
+    "compile": False,
+    "deterministic": False,
     "model": {"weights": None, "transformer": {"gradient_checkpointing": False}},
     "backbone": {"norm": "batch", "weights": "none"},
     "op": {"backend": "reference"},
@@ -47,6 +49,11 @@ def test_good_settings_pass(tmp_path):
         ({"backbone__norm": "frozen"}, ValueError, "must come with trained statistics"),
         ({"op__backend": "tritn"}, ValueError, "tritn"),
         ({"cuda_graphs": True}, ValueError, "cuda_graphs must be false without an NVIDIA GPU, got true"),
+        (
+            {"compile": True, "deterministic": True},
+            ValueError,
+            "compile must be false with deterministic=true, got true",
+        ),
         ({"trainer__accelerator": "tpu"}, ValueError, "accelerator must be one of"),
     ],
 )

@@ -57,7 +57,7 @@ def test_one_image_may_be_crowded() -> None:
 
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_every_switch_changes_a_setting(switch: str) -> None:
-    on = (*CASE.overrides, "precision=bf16", "cuda_graphs=true")
+    on = (*CASE.overrides, "precision=bf16", "cuda_graphs=true", "compile=true")
     configs = [compose_case(StepCase(overrides, 2, 96, 128, 3)) for overrides in (on, (*on, SWITCHES[switch]))]
     assert configs[0] != configs[1]
 
