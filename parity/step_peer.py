@@ -1,23 +1,30 @@
-"""The official Deformable-DETR beside ours: the same images and targets, blocks of steps in turn."""
+"""Another code base beside ours: the same images and targets, blocks of steps in turn."""
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
+from omegaconf import DictConfig
 
 from models.backbone import DILATABLE_RESNETS
 from models.normalization import ImageNormalizer
+from parity.arms import ROOT
 from parity.step_benchmark import Samples, StepCase, SyntheticStep, compose_case, describe_samples, draw_batch
 from parity.training import autocast_dtype
 
-RUNNER = Path(__file__).with_name("official_step.py")
-WHO = "official"
+OFFICIAL = "official"
+HUGGING_FACE = "hf"
+PEERS = (OFFICIAL, HUGGING_FACE)
 _OURS = "triton-detr"
+_DEPTHS = {"resnet50": [3, 4, 6, 3], "resnet101": [3, 4, 23, 3]}
 
 
 class Timed(Protocol):
@@ -27,36 +34,32 @@ class Timed(Protocol):
         """Times so many steps."""
 
 
-class OfficialProcess:
-    """The official code in a process of its own, which lives as long as this context.
+class PeerProcess:
+    """Another code base in a process of its own, which lives as long as this context.
 
     Args:
-        case: what to train on; precision and variant of the detector are those of its overrides.
-        device: where.
-        checkout: folder of the official code, fundamentalvision/Deformable-DETR.
-
-    Raises:
-        ValueError: if the folder does not hold the code, or the detector is no Deformable-DETR.
+        who: name of the code base, one of `PEERS`.
+        runner: module of this package that trains it.
+        job: see `make_job`.
+        arguments: further arguments of the runner.
     """
 
-    def __init__(self, case: StepCase, device: torch.device, checkout: Path) -> None:
-        if not (checkout / "models" / "deformable_detr.py").is_file():
-            raise ValueError(
-                f"checkout must be a folder with the official Deformable-DETR code, got {checkout}; clone it there"
-            )
+    def __init__(self, who: str, runner: str, job: dict[str, Any], arguments: Sequence[str | Path] = ()) -> None:
+        self.who = who
+        self.peak_gib: float | None = None
         self._folder = tempfile.TemporaryDirectory()
         path = Path(self._folder.name) / "job.pt"
-        torch.save(make_job(case, device), path)
+        torch.save(job, path)
         self._process = subprocess.Popen(
-            [sys.executable, "-P", RUNNER, checkout, path],
+            [sys.executable, "-P", "-m", f"parity.{runner}", path, *arguments],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *_python_path()])},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None,
             text=True,
         )
-        self.peak_gib: float | None = None
 
-    def __enter__(self) -> "OfficialProcess":
+    def __enter__(self) -> "PeerProcess":
         return self
 
     def __exit__(
@@ -78,21 +81,45 @@ class OfficialProcess:
         print(repeats, file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError("the official code must answer, got the end of its process; see its error above")
+            raise RuntimeError(f"the code of {self.who} must answer, got the end of its process; see its error above")
         answer = json.loads(line)
         self.peak_gib = answer["peak_gib"]
         return answer["walls_ms"], answer["phases_ms"]
 
 
-def compare_steps(
-    case: StepCase, device: torch.device, checkout: Path, warmup: int, repeats: int, blocks: int
-) -> list[dict[str, Any]]:
-    """Times our steps and the official ones in turn.
+def start_peer(who: str, case: StepCase, device: torch.device, checkout: Path | None) -> PeerProcess:
+    """Starts the process of another code base.
 
     Args:
+        who: one of `PEERS`.
+        case: what to train on; precision and variant of the detector are those of its overrides.
+        device: where.
+        checkout: folder of the official code, fundamentalvision/Deformable-DETR; not read for the others.
+
+    Raises:
+        ValueError: if the folder does not hold the code, the package is not installed, or the detector is no
+            Deformable-DETR.
+    """
+    if who == HUGGING_FACE:
+        if find_spec("transformers") is None:
+            raise ValueError("--against hf must find the package transformers, got none; install it with pip")
+        return PeerProcess(who, "hugging_face_step", make_job(who, case, device))
+    if checkout is None or not (checkout / "models" / "deformable_detr.py").is_file():
+        raise ValueError(
+            f"checkout must be a folder with the official Deformable-DETR code, got {checkout}; clone it there"
+        )
+    return PeerProcess(who, "official_step", make_job(who, case, device), [checkout])
+
+
+def compare_steps(
+    peer: PeerProcess, case: StepCase, device: torch.device, warmup: int, repeats: int, blocks: int
+) -> list[dict[str, Any]]:
+    """Times our steps and those of another code base in turn, and ends its process.
+
+    Args:
+        peer: the other code base, with this case.
         case: what both train on.
         device: where.
-        checkout: see `OfficialProcess`.
         warmup: steps of each before.
         repeats: measured steps of each.
         blocks: turns that they are spread over, at most `repeats`.
@@ -100,8 +127,8 @@ def compare_steps(
     Returns:
         A row for ours and one for theirs, see `describe_samples`; theirs with `times_ours`, the ratio of the medians.
     """
-    with OfficialProcess(case, device, checkout) as official:
-        contenders: dict[str, Timed] = {_OURS: SyntheticStep(case, device), WHO: official}
+    with peer:
+        contenders: dict[str, Timed] = {_OURS: SyntheticStep(case, device), peer.who: peer}
         samples: dict[str, Samples] = {}
         for who, contender in contenders.items():
             contender.time(warmup)
@@ -113,46 +140,35 @@ def compare_steps(
                 samples[who][0].extend(walls)
                 samples[who][1].extend(phases)
         ours, theirs = (describe_samples(case, who, samples[who]) for who in contenders)
-        if official.peak_gib is not None:
-            theirs["peak_gib"] = official.peak_gib
+        if peer.peak_gib is not None:
+            theirs["peak_gib"] = peer.peak_gib
     theirs["times_ours"] = theirs["step_ms"]["median"] / ours["step_ms"]["median"]
     return [ours, theirs]
 
 
-def make_job(case: StepCase, device: torch.device) -> dict[str, Any]:
-    """Returns what `official_step.py` is to train: the case in the official code's words.
+def make_job(who: str, case: StepCase, device: torch.device) -> dict[str, Any]:
+    """Returns what the process of a code base is to train: the case in its words.
+
+    Returns:
+        `settings` (see its runner), `device`, `dtype` of autocast or None, `allow_tf32`, `images` float32 [B, 3, H, W],
+        `padding_mask` bool [B, H, W], and `targets`, a dict with `labels` and `boxes` (cx, cy, w, h) for each image.
 
     Raises:
         ValueError: if the detector is no Deformable-DETR, or its backbone no ResNet-50 or -101 with frozen norms, which
-            is what the official code has.
+            is what the others have.
     """
     config = compose_case(case)
     has_backbone = config.backbone.name in DILATABLE_RESNETS and config.backbone.norm == "frozen"
     if "box_refine" not in config.model or not has_backbone:
         raise ValueError(
             "overrides must choose a Deformable-DETR on ResNet-50 or -101 with backbone.norm=frozen to be compared "
-            f"with the official code, got {' '.join(case.overrides)}; correct them"
+            f"with the official code or transformers, got {' '.join(case.overrides)}; correct them"
         )
-    network = config.model.transformer
     images, padding_mask, targets = draw_batch(case)
     normalizer = ImageNormalizer(mean=config.normalizer.mean, std=config.normalizer.std)
     parts = zip(targets.labels.split(targets.counts), targets.boxes_cxcywh.split(targets.counts), strict=True)
     return {
-        "settings": {
-            "backbone": config.backbone.name,
-            "with_box_refine": config.model.box_refine,
-            "two_stage": network.two_stage,
-            "enc_layers": network.num_encoder_layers,
-            "dec_layers": network.num_decoder_layers,
-            "num_queries": network.num_queries,
-            "num_feature_levels": network.num_feature_levels,
-            "dim_feedforward": network.dim_feedforward,
-            "hidden_dim": network.d_model,
-            "nheads": network.num_heads,
-            "enc_n_points": network.num_encoder_points,
-            "dec_n_points": network.num_decoder_points,
-            "dropout": network.dropout,
-        },
+        "settings": _official_settings(config) if who == OFFICIAL else _hugging_face_settings(config),
         "device": str(device),
         "dtype": autocast_dtype(config),
         "allow_tf32": config.precision.allow_tf32,
@@ -160,3 +176,52 @@ def make_job(case: StepCase, device: torch.device) -> dict[str, Any]:
         "padding_mask": padding_mask,
         "targets": [{"labels": labels, "boxes": boxes_cxcywh} for labels, boxes_cxcywh in parts],
     }
+
+
+def _official_settings(config: DictConfig) -> dict[str, Any]:
+    network = config.model.transformer
+    return {
+        "backbone": config.backbone.name,
+        "with_box_refine": config.model.box_refine,
+        "two_stage": network.two_stage,
+        "enc_layers": network.num_encoder_layers,
+        "dec_layers": network.num_decoder_layers,
+        "num_queries": network.num_queries,
+        "num_feature_levels": network.num_feature_levels,
+        "dim_feedforward": network.dim_feedforward,
+        "hidden_dim": network.d_model,
+        "nheads": network.num_heads,
+        "enc_n_points": network.num_encoder_points,
+        "dec_n_points": network.num_decoder_points,
+        "dropout": network.dropout,
+    }
+
+
+def _hugging_face_settings(config: DictConfig) -> dict[str, Any]:
+    network = config.model.transformer
+    stages = ["stage2", "stage3", "stage4"][-min(3, network.num_feature_levels) :]
+    return {
+        "backbone_config": {"depths": _DEPTHS[config.backbone.name], "out_features": stages},
+        "num_labels": config.num_classes,
+        "auxiliary_loss": True,
+        "with_box_refine": config.model.box_refine,
+        "two_stage": network.two_stage,
+        "encoder_layers": network.num_encoder_layers,
+        "decoder_layers": network.num_decoder_layers,
+        "num_queries": network.num_queries,
+        "two_stage_num_proposals": network.num_queries,
+        "num_feature_levels": network.num_feature_levels,
+        "encoder_ffn_dim": network.dim_feedforward,
+        "decoder_ffn_dim": network.dim_feedforward,
+        "d_model": network.d_model,
+        "encoder_attention_heads": network.num_heads,
+        "decoder_attention_heads": network.num_heads,
+        "encoder_n_points": network.num_encoder_points,
+        "decoder_n_points": network.num_decoder_points,
+        "dropout": network.dropout,
+    }
+
+
+def _python_path() -> list[str]:
+    given = os.environ.get("PYTHONPATH")
+    return [given] if given else []

@@ -33,7 +33,7 @@ from parity.presets import PRESETS, make_preset_inputs
 from parity.speed import Row, Workload, compare_repeats, format_row, fuse_workload, run_workload
 from parity.step_benchmark import SWITCHES, StepCase, SyntheticStep, format_step, measure_step, plot_steps
 from parity.step_memory import CARDS_GIB, find_largest_batch, measure_dense, measure_memory
-from parity.step_peer import compare_steps
+from parity.step_peer import HUGGING_FACE, OFFICIAL, PEERS, compare_steps, start_peer
 from parity.timing import CudaMeter, CudaStopwatch, Summary, measure_copy_bandwidth, measure_device_time, read_gpu_state
 
 SCHEMA = 1
@@ -50,8 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(
             "--plot needs matplotlib, got none; install it or leave the option out and plot the JSON elsewhere"
         )
-    if options.run is run_step and options.against is not None and options.checkout is None:
+    if options.run is run_step and options.against == OFFICIAL and options.checkout is None:
         parser.error("--against official needs --checkout, got none; give the folder of its code")
+    if options.run is run_step and options.against == HUGGING_FACE and find_spec("transformers") is None:
+        parser.error("--against hf needs the package transformers, got none; pip install 'transformers>=5'")
     if options.run is not run_loader and not torch.cuda.is_available():
         parser.error("a benchmark must run on an NVIDIA GPU, got none; run it on a machine with one")
     options.run(options)
@@ -99,7 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="with each of what makes it fast turned off, a row each; pass cuda_graphs=true compile=true",
     )
-    step.add_argument("--against", choices=["official"], help="the official code beside ours, in turn")
+    step.add_argument("--against", choices=PEERS, help="the official code or transformers beside ours, in turn")
     step.add_argument("--checkout", type=Path, help="folder of the official code")
     step.add_argument("--dense", type=int, help="also the peak with so many targets in one image")
     step.add_argument(
@@ -184,7 +186,8 @@ def run_step(options: argparse.Namespace) -> None:
         height, width = options.size
         case = StepCase(tuple(options.overrides), batch, height, width, options.boxes)
         if options.against is not None:
-            report(*compare_steps(case, device, options.checkout, warmup=10, repeats=options.repeats, blocks=4))
+            peer = start_peer(options.against, case, device, options.checkout)
+            report(*compare_steps(peer, case, device, warmup=10, repeats=options.repeats, blocks=4))
             continue
         off = SWITCHES.values() if options.switches else ()
         for extra in ((), *((override,) for override in off), *([tuple(off)] if off else [])):

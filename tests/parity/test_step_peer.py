@@ -1,13 +1,16 @@
-"""The official code beside ours; what runs it needs OFFICIAL_DEFORMABLE_DETR_DIR, a checkout of it."""
+"""Other code beside ours; what runs the official one needs OFFICIAL_DEFORMABLE_DETR_DIR, a checkout of it."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from parity.hugging_face_step import HuggingFaceStep
 from parity.step_benchmark import PHASES, StepCase, format_step
-from parity.step_peer import OfficialProcess, compare_steps, make_job
+from parity.step_peer import HUGGING_FACE, OFFICIAL, PEERS, compare_steps, make_job, start_peer
+from parity.step_process import Stepper
 
 CHECKOUT = os.environ.get("OFFICIAL_DEFORMABLE_DETR_DIR")
 WIDTH = "model.transformer.d_model=256"  # the official two-stage code knows no other
@@ -17,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_job_says_the_same_in_the_official_words() -> None:
-    job = make_job(StepCase((*TINY, "precision=bf16"), 2, 64, 96, 3), CPU)
+    job = make_job(OFFICIAL, StepCase((*TINY, "precision=bf16"), 2, 64, 96, 3), CPU)
     assert job["settings"]["with_box_refine"]
     assert job["settings"]["two_stage"]
     assert (job["settings"]["hidden_dim"], job["settings"]["num_queries"]) == (256, 50)
@@ -26,6 +29,15 @@ def test_a_job_says_the_same_in_the_official_words() -> None:
     assert [len(target["labels"]) for target in job["targets"]] == [3, 3]
 
 
+def test_a_job_says_the_same_in_the_words_of_transformers() -> None:
+    job, official = (make_job(who, CASE, CPU) for who in (HUGGING_FACE, OFFICIAL))
+    settings = job["settings"]
+    assert settings["backbone_config"] == {"depths": [3, 4, 6, 3], "out_features": ["stage2", "stage3", "stage4"]}
+    assert (settings["d_model"], settings["num_labels"], settings["two_stage_num_proposals"]) == (256, 80, 50)
+    assert torch.equal(job["images"], official["images"])
+
+
+@pytest.mark.parametrize("who", PEERS)
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -34,22 +46,57 @@ def test_a_job_says_the_same_in_the_official_words() -> None:
         ("backbone=resnet50",),
     ],
 )
-def test_what_the_official_code_has_not_is_refused(overrides: tuple[str, ...]) -> None:
+def test_what_the_others_have_not_is_refused(overrides: tuple[str, ...], who: str) -> None:
     with pytest.raises(ValueError, match="overrides must choose a Deformable-DETR on ResNet-50"):
-        make_job(StepCase(overrides, 2, 64, 96, 3), CPU)
+        make_job(who, StepCase(overrides, 2, 64, 96, 3), CPU)
 
 
 def test_a_folder_without_the_code_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="checkout must be a folder with the official Deformable-DETR code, got"):
-        OfficialProcess(CASE, CPU, tmp_path)
+        start_peer(OFFICIAL, CASE, CPU, tmp_path)
+
+
+def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parity.step_peer.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--against hf must find the package transformers, got none; install it"):
+        start_peer(HUGGING_FACE, CASE, CPU, None)
+
+
+def check_rows(who: str, checkout: Path | None, overrides: tuple[str, ...]) -> None:
+    case = StepCase((*CASE.overrides, *overrides), 2, 64, 96, 3)
+    ours, theirs = compare_steps(start_peer(who, case, CPU, checkout), case, CPU, warmup=1, repeats=3, blocks=2)
+    assert (ours["who"], theirs["who"]) == ("triton-detr", who)
+    assert min(theirs["phases_ms"].values()) > 0
+    assert tuple(theirs["phases_ms"]) == PHASES
+    assert sum(theirs["phases_ms"].values()) <= 1.5 * theirs["step_ms"]["p80"]
+    assert theirs["times_ours"] == pytest.approx(theirs["step_ms"]["median"] / ours["step_ms"]["median"])
+    assert format_step(theirs).startswith(f"{who} model=deformable_detr_tiny")
 
 
 @pytest.mark.skipif(CHECKOUT is None, reason="OFFICIAL_DEFORMABLE_DETR_DIR names no official checkout")
-def test_both_are_timed_in_turn() -> None:
+def test_ours_and_the_official_code_are_timed_in_turn() -> None:
     assert CHECKOUT is not None
-    ours, theirs = compare_steps(CASE, CPU, Path(CHECKOUT), warmup=1, repeats=3, blocks=2)
-    assert (ours["who"], theirs["who"]) == ("triton-detr", "official")
-    assert min(theirs["phases_ms"].values()) > 0
-    assert tuple(theirs["phases_ms"]) == PHASES
-    assert theirs["times_ours"] == pytest.approx(theirs["step_ms"]["median"] / ours["step_ms"]["median"])
-    assert format_step(theirs).startswith("official model=deformable_detr_tiny")
+    check_rows(OFFICIAL, Path(CHECKOUT), ())
+
+
+def test_ours_and_transformers_are_timed_in_turn() -> None:
+    pytest.importorskip("transformers")
+    check_rows(HUGGING_FACE, None, ("precision=bf16",))
+
+
+def test_transformers_learns_with_its_own_loss_and_published_stages() -> None:
+    pytest.importorskip("transformers")
+    one_stage = ("model.box_refine=false", "model.transformer.two_stage=false")
+    trained = HuggingFaceStep(make_job(HUGGING_FACE, StepCase((*TINY, *one_stage), 2, 64, 96, 3), CPU))
+    stepper = Stepper(trained, {"device": "cpu", "dtype": None})
+    losses = []
+    for _ in range(3):
+        done: list[bool] = []
+        losses.append(trained.compute_loss(lambda done=done: done.append(True)).item())
+        assert done == [True]
+        stepper.run()
+    assert losses[-1] < losses[0]
+    learning = {name for name, parameter in trained.model.named_parameters() if parameter.requires_grad}
+    stages = {int(part) for name in learning for part in re.findall(r"encoder\.stages\.(\d)\.", name)}
+    assert stages == {1, 2, 3}
+    assert not any("embedder" in name for name in learning)

@@ -26,6 +26,7 @@ from scripts.benchmark import SCHEMA, build_parser, main, plot_rows, write_resul
         (["inference", "--models", "yolo"], "names must be of one_stage, refine, two_stage, dino, got 'yolo'"),
         (["inference", "--size", "800"], "size must be height and width, got '800'"),
         (["step", "--against", "official"], "--against official needs --checkout, got none"),
+        (["step", "--against", "mmdet"], "invalid choice: 'mmdet'"),
         (["loader", "--workers", "-1,2"], "expected one argument"),
         (["loader", "--workers", "two"], "worker counts must be numbers from 0 on, got 'two'"),
         (["variants", "--repeats", "2"], "repeats must be a number from 5 on, got '2'"),
