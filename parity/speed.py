@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -222,3 +223,28 @@ def format_row(row: Row, copy_gb_s: float) -> str:
     if row["clocks_dropped"]:
         parts.append("WARNING clocks dropped between repeats: time it again on a cool, idle card")
     return " | ".join(parts)
+
+
+def plot_rows(rows: list[Row], path: Path) -> None:
+    """Draws device times of timed rows: a panel for each workload, a bar for each implementation."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    timed = [row for row in rows if row["status"] == "timed"]
+    panels = list(dict.fromkeys((row["preset"], row["batch"], row["dtype"]) for row in timed))
+    figure, axes = pyplot.subplots(len(panels), 1, figsize=(8, 2.2 * len(panels)), squeeze=False)
+    for axis, panel in zip(axes[:, 0], panels, strict=True):
+        shown = {row["implementation"]: row for row in timed if (row["preset"], row["batch"], row["dtype"]) == panel}
+        forward = [row["forward_device_ms_median"] for row in shown.values()]
+        backward = [row["backward_device_ms_median"] for row in shown.values()]
+        axis.barh(list(shown), forward, label="forward")
+        axis.barh(list(shown), backward, left=forward, label="backward")
+        axis.set_title("{}, batch {}, {}".format(*panel), fontsize=9)
+        axis.set_xlabel("device time, ms", fontsize=8)
+    axes[0, 0].legend(fontsize=8)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

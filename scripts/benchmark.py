@@ -1,7 +1,8 @@
 """Measures the op on this machine's GPU.
 
     python -m scripts.benchmark op        our op beside every peer that can be imported
-    python -m scripts.benchmark sweep     launch shapes of the kernels; --write keeps the fastest of the plain ones
+    python -m scripts.benchmark sweep     launch shapes of the kernels, or of some: --presets decoder --dtypes bf16
+                                          --kernels "hopper .*backward"; --write keeps the fastest of the plain ones
     python -m scripts.benchmark variants  what coalescing, unrolling, float32 atomics and careful timing are worth
     python -m scripts.benchmark step      a training step by phase; takes the overrides of train.py
     python -m scripts.benchmark inference detectors, eager, compiled, as CUDA graphs and as AOTInductor packages
@@ -13,6 +14,7 @@ Each command prints a table and writes its rows as JSON, with GPU, driver, clock
 import argparse
 import gc
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -30,7 +32,7 @@ from parity.inference_benchmark import format_row as format_inference
 from parity.inference_benchmark import measure_row as measure_inference
 from parity.peers import find_peers, fused_implementations, fused_reference, own_implementations
 from parity.presets import PRESETS, make_preset_inputs
-from parity.speed import Row, Workload, compare_repeats, format_row, fuse_workload, run_workload
+from parity.speed import Row, Workload, compare_repeats, format_row, fuse_workload, plot_rows, run_workload
 from parity.step_benchmark import SWITCHES, StepCase, SyntheticStep, format_step, measure_step, plot_steps
 from parity.step_memory import CARDS_GIB, find_largest_batch, measure_dense, measure_memory
 from parity.step_peer import HUGGING_FACE, OFFICIAL, PEERS, compare_steps, start_peer
@@ -72,6 +74,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     sweep = commands.add_parser("sweep", help="launch shapes of the plain kernels and, on Hopper GPUs, of theirs")
     _add_workloads(sweep, presets="encoder,decoder", batches="4", dtypes="bf16,fp32")
+    sweep.add_argument(
+        "--kernels", default="", help="regular expression of what to time, for example 'hopper .*backward'"
+    )
     sweep.add_argument("--write", action="store_true", help="put the fastest of the plain kernels into the table")
     sweep.set_defaults(run=run_sweep, out=Path("results/sweep.json"), plot=None)
 
@@ -253,7 +258,7 @@ def run_sweep(options: argparse.Namespace) -> None:
     architecture = 10 * capability[0] + capability[1]
     content = describe_run() | {"rows": []}
     measured_on = f"{torch.cuda.get_device_name()}, commit {content['environment']['commit']}"
-    entries = []
+    entries, chosen = [], re.compile(options.kernels).search
 
     def measure(call: Callable[[], Any]) -> Summary:
         return measure_device_time(call, stopwatch, options.repeats).ms
@@ -261,11 +266,14 @@ def run_sweep(options: argparse.Namespace) -> None:
     for workload in draw_workloads(options):
         launches, swept = plain_launches(workload.inputs), {}
         for kernel in ("forward", "backward"):
+            if not chosen(kernel):
+                continue
             swept[kernel] = sweep_launch(launches[kernel], measure)
             best = swept[kernel][0]
             entries.append(table_entry(kernel, launches[kernel], workload.inputs, best, architecture, measured_on))
         for kernel, sweep in hopper_sweeps(workload.inputs, capability).items():
-            swept[f"hopper {kernel}"] = sweep_shapes(sweep, workload.inputs.value, measure)
+            if chosen(f"hopper {kernel}"):
+                swept[f"hopper {kernel}"] = sweep_shapes(sweep, workload.inputs.value, measure)
         name = {"preset": workload.preset.name, "batch": workload.batch, "dtype": workload.dtype_name}
         for kernel, rows in swept.items():
             for row in rows:
@@ -349,31 +357,6 @@ def write_results(path: Path, content: dict[str, Any]) -> None:
     """Writes a results file, whole, so that an interrupted run keeps the rows it has."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def plot_rows(rows: list[Row], path: Path) -> None:
-    """Draws device times of timed rows: a panel for each workload, a bar for each implementation."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    timed = [row for row in rows if row["status"] == "timed"]
-    panels = list(dict.fromkeys((row["preset"], row["batch"], row["dtype"]) for row in timed))
-    figure, axes = pyplot.subplots(len(panels), 1, figsize=(8, 2.2 * len(panels)), squeeze=False)
-    for axis, panel in zip(axes[:, 0], panels, strict=True):
-        shown = {row["implementation"]: row for row in timed if (row["preset"], row["batch"], row["dtype"]) == panel}
-        forward = [row["forward_device_ms_median"] for row in shown.values()]
-        backward = [row["backward_device_ms_median"] for row in shown.values()]
-        axis.barh(list(shown), forward, label="forward")
-        axis.barh(list(shown), backward, left=forward, label="backward")
-        axis.set_title("{}, batch {}, {}".format(*panel), fontsize=9)
-        axis.set_xlabel("device time, ms", fontsize=8)
-    axes[0, 0].legend(fontsize=8)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def _add_workloads(parser: argparse.ArgumentParser, presets: str, batches: str, dtypes: str) -> None:

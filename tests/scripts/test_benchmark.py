@@ -185,6 +185,8 @@ def test_sweep_writes_the_table_only_when_asked(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("parity.sweep.candidate_shapes", lambda block_k, block_d: [LaunchShape(8, 1)])
     assert main(["sweep", "--out", str(out), "--repeats", "5"]) == 0
     assert not table.exists()
+    assert main(["sweep", "--out", str(out), "--repeats", "5", "--kernels", "hopper|^back"]) == 0
+    assert [row["kernel"] for row in json.loads(out.read_text())["rows"]] == ["backward"]
     assert main(["sweep", "--out", str(out), "--repeats", "5", "--write"]) == 0
     rows = json.loads(out.read_text())["rows"]
     assert [(row["kernel"], row["block_q"], row["num_warps"]) for row in rows] == [
