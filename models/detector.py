@@ -13,7 +13,7 @@ from models.accumulation import TargetWeighting
 from models.callbacks import closes_log_window
 from models.criterion import Criterion
 from models.normalization import ImageNormalizer
-from models.optimization import AdamWSettings, Schedule, build_scheduler, clip_gradients
+from models.optimization import AdamWSettings, Schedule, build_scheduler, clip_gradients, measure_gradients
 from models.postprocess import postprocess
 from models.structures import DetectorOutput, Targets
 
@@ -53,6 +53,8 @@ class Detector(pl.LightningModule):
         self.top_k = top_k
         self.loss_terms: dict[str, Tensor] = {}
         """Unweighted terms of the last training batch, for reports."""
+        self.gradient_norm: Tensor | None = None
+        """Norm of the gradients of the coming optimiser step where a callback has measured it, else None."""
         self._weighting = TargetWeighting()
 
     def forward(self, batch: dict[str, Any]) -> DetectorOutput:
@@ -93,17 +95,25 @@ class Detector(pl.LightningModule):
         if self.trainer.accumulate_grad_batches > 1:
             gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
             self._weighting.average(gradients, self.trainer.accumulate_grad_batches)
+            self.gradient_norm = None
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clips the norm of all gradients together and logs it; Lightning's own clipping refuses fused optimisers."""
-        if gradient_clip_val:
-            model = self.trainer.strategy.model
-            if isinstance(model, FullyShardedDataParallel):
-                norm = model.clip_grad_norm_(gradient_clip_val)
-            else:
-                norm = clip_gradients(optimizer, gradient_clip_val)
+        """Clips the norm of all gradients together; Lightning's own clipping refuses fused optimisers.
+
+        The norm is logged where a log window closes, or, of accumulated gradients, at each step.
+        """
+        measured, self.gradient_norm = self.gradient_norm, None
+        if not gradient_clip_val:
+            return
+        model = self.trainer.strategy.model
+        if isinstance(model, FullyShardedDataParallel):
+            norm = model.clip_grad_norm_(gradient_clip_val)
+        else:
+            norm = measure_gradients(optimizer) if measured is None else measured
+            clip_gradients(optimizer, gradient_clip_val, norm)
+        if self.trainer.accumulate_grad_batches > 1 or closes_log_window(self.trainer, self.trainer.fit_loop.batch_idx):
             self.log("train/grad_norm", norm)
 
     def _mean_over_processes(self, value: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from models.optimization import measure_gradients
+
 POLICIES = ("stop", "skip")
 
 logger = logging.getLogger(__name__)
@@ -106,8 +108,8 @@ class DivergenceGuard(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Judges the step before, and withholds this one if it must not be taken."""
         self._judge(trainer)
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = measure_gradients(optimizer)
+        pl_module.gradient_norm = norm  # type: ignore[assignment]  # a Detector's, which clips by it
         is_scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         judged = torch.stack(self._losses if is_scaled else [*self._losses, norm.to(self._losses[0].device)])
         withheld = (~judged.isfinite().all()).float()

@@ -120,11 +120,21 @@ def build_scheduler(schedule: Schedule, optimizer: Optimizer, total_steps: int, 
     return LambdaLR(optimizer, lambda step: schedule.factor(step, total_steps, max_epochs))
 
 
-def clip_gradients(optimizer: Optimizer, limit: float) -> Tensor:
+def measure_gradients(optimizer: Optimizer) -> Tensor:
+    """Returns the norm of all gradients of an optimiser's parameters together, a float32 scalar on the device."""
+    return nn.utils.get_total_norm([p.grad for p in _parameters(optimizer) if p.grad is not None])
+
+
+def clip_gradients(optimizer: Optimizer, limit: float, norm: Tensor) -> None:
     """Scales all gradients of an optimiser's parameters so that their norm together is at most `limit`.
 
-    Returns:
-        The norm before, a float32 scalar on the device; nothing waits for it.
+    Args:
+        optimizer: of the parameters.
+        limit: above 0.
+        norm: of the gradients, see `measure_gradients`; nothing waits for it.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return nn.utils.clip_grad_norm_(parameters, limit)
+    nn.utils.clip_grads_with_norm_(_parameters(optimizer), limit, norm)
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from models.compilation import compile_regions
 from models.detector import Detector
-from models.optimization import clip_gradients
+from models.optimization import clip_gradients, measure_gradients
 from models.structures import Targets
 from parity.arms import ROOT
 from parity.phases import PhaseClock, clock_of, synchronize
@@ -101,7 +101,7 @@ class SyntheticStep:
         with span("backward"):
             losses.total.backward()
         with span("update"):
-            clip_gradients(self._optimizer, self._limit)
+            clip_gradients(self._optimizer, self._limit, measure_gradients(self._optimizer))
             self._optimizer.step()
             self.drop_gradients()
         return losses.total.detach()

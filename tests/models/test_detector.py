@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from models import optimization
 from models.callbacks import ProgressBar, RunManifest, RunSummary, Throughput
 from models.detector import Detector
+from models.divergence import DivergenceGuard
 from models.normalization import ImageNormalizer
 from models.optimization import AdamWSettings, StepSchedule
 
@@ -93,8 +95,11 @@ def test_dino_learns_from_noised_targets_and_is_evaluated_without(make_dino, cri
     assert result["detections"].boxes_xyxy.shape == (2, 10, 4)
 
 
-def test_gradients_are_clipped_to_the_norm(detector, tmp_path):
-    norms = []
+@pytest.mark.parametrize(("guarded", "accumulated"), [(False, 1), (True, 1), (True, 2)])
+def test_gradients_are_clipped_to_the_norm(detector, tmp_path, monkeypatch, guarded, accumulated):
+    norms, measured = [], []
+    measure = optimization.measure_gradients
+    monkeypatch.setattr("models.detector.measure_gradients", lambda optimizer: measured.append(1) or measure(optimizer))
 
     class Recorder(pl.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -107,10 +112,35 @@ def test_gradients_are_clipped_to_the_norm(detector, tmp_path):
         gradient_clip_val=0.1,
         logger=False,
         enable_checkpointing=False,
+        accumulate_grad_batches=accumulated,
+        callbacks=[Recorder(), *([DivergenceGuard(policy="stop", limit=0, run_dir=str(tmp_path))] if guarded else [])],
+    )
+    trainer.fit(detector, DataLoader([batch_of((2, 1)), batch_of((1, 1), seed=1)][:accumulated], batch_size=None))
+    assert norms[-1] == pytest.approx(0.1, rel=1e-3)
+    # The guard has measured them already, unless they are averaged after that.
+    assert len(measured) == (0 if guarded and accumulated == 1 else 1)
+
+
+def test_the_norm_is_logged_where_a_window_closes(detector, tmp_path):
+    logged = []
+
+    class Recorder(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            logged.append(float(trainer.callback_metrics.get("train/grad_norm", math.nan)))
+
+    batches = [batch_of((2, 1), seed=seed) for seed in range(5)]
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        log_every_n_steps=2,
+        gradient_clip_val=0.1,
+        logger=False,
+        enable_checkpointing=False,
         callbacks=[Recorder()],
     )
-    trainer.fit(detector, DataLoader([batch_of((2, 1))], batch_size=None))
-    assert norms == [pytest.approx(0.1, rel=1e-3)]
+    trainer.fit(detector, DataLoader(batches, batch_size=None))
+    assert math.isnan(logged[0])
+    assert logged[1] == logged[2] != logged[3] != logged[4] > 0
 
 
 def test_validation_returns_detections_in_pixels_of_the_original_image(detector):

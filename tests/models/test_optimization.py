@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from models.optimization import AdamWSettings, CosineSchedule, StepSchedule, build_scheduler, clip_gradients
+from models.optimization import (
+    AdamWSettings,
+    CosineSchedule,
+    StepSchedule,
+    build_scheduler,
+    clip_gradients,
+    measure_gradients,
+)
 
 SETTINGS = AdamWSettings(
     lr=2e-4,
@@ -84,6 +91,8 @@ def test_gradients_of_all_groups_are_clipped_together():
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 3.0)
     count = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
-    assert clip_gradients(optimizer, 0.5).item() == pytest.approx(3 * math.sqrt(count))
+    norm = measure_gradients(optimizer)
+    assert norm.item() == pytest.approx(3 * math.sqrt(count))
+    clip_gradients(optimizer, 0.5, norm)
     assert model.backbone.weight.grad.flatten().tolist() == pytest.approx([0.5 / math.sqrt(count)] * 4)
     assert model.frozen.grad.item() == 3.0
