@@ -53,11 +53,11 @@ class Launch(NamedTuple):
 
     def _start(self, device: torch.device) -> Any:
         arguments = [self.arguments[name] for name in self.kernel.arg_names]
-        key: tuple[Hashable, ...] = (self.kernel.fn, self.num_warps, self.registers, device)
-        key += tuple(
+        forms = [
             (argument.dtype, argument.data_ptr() % 16 == 0) if isinstance(argument, Tensor) else argument
             for argument in arguments
-        )
+        ]
+        key = (self.kernel.fn, self.num_warps, self.registers, device, *forms)
         compiled = _compiled.get(key)
         if compiled is not None:
             compiled[self.num_programs, 1, 1](*arguments)
