@@ -34,6 +34,8 @@ SWITCHES = {
     "fused_optimizer": "precision.fused_optimizer=false",
 }
 """What makes a step fast, by name, and the override that turns it off."""
+CHECKPOINTING = ("cuda_graphs=false", "model.transformer.gradient_checkpointing=true")
+"""What saves memory at the price of a second forward pass of every layer."""
 Samples = tuple[list[float], list[dict[str, float]]]
 """Wall times of steps, and the times of the phases of each, in milliseconds."""
 _SEED = 0
@@ -135,6 +137,18 @@ def compose_case(case: StepCase) -> DictConfig:
         return compose("train", overrides=["data=coco", "data.root=.", "num_classes=80", *case.overrides])
 
 
+def list_variants(switches: bool, checkpointing: bool) -> list[tuple[str, ...]]:
+    """Returns the overrides of each row of a table, beside those that all have.
+
+    Args:
+        switches: whether to have a row without each of `SWITCHES`, and one without all.
+        checkpointing: whether to have a row with gradient checkpointing.
+    """
+    off = list(SWITCHES.values()) if switches else []
+    without = [*((override,) for override in off), *([tuple(off)] if off else [])]
+    return [(), *without, *([CHECKPOINTING] if checkpointing else [])]
+
+
 def measure_step(step: SyntheticStep, case: StepCase, warmup: int, repeats: int) -> dict[str, Any]:
     """Times steps of a case.
 
@@ -208,6 +222,9 @@ def format_step(row: Mapping[str, Any]) -> str:
         text += f", {row['kernels']} kernels, GPU busy {row['busy_ms']:.1f} ms"
     if "peak_gib" in row:
         text += f", peak {row['peak_gib']:.2f} GiB"
+    for card, estimated in row.get("largest_batch", {}).items():
+        found = row.get("largest_batch_found", {}).get(card)
+        text += f", {card} GiB hold a batch of about {estimated}" + ("" if found is None else f" (tried: {found})")
     return text
 
 

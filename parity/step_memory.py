@@ -16,6 +16,11 @@ _RESERVE_GIB = 1.5
 _CONTEXT_GIB = 0.7
 
 
+def fitting_cards(total_gib: float) -> list[int]:
+    """Returns those of `CARDS_GIB` that a GPU can stand in for; of what a card is called some percent are missing."""
+    return [card for card in CARDS_GIB if 0.95 * card <= total_gib]
+
+
 def measure_memory(case: StepCase, step: SyntheticStep) -> dict[str, Any]:
     """Returns `peak_gib` of a step, `peak_of` (memory allocated, or with CUDA graphs reserved), and without graphs
     `largest_batch` by card, extrapolated from two batches."""
@@ -31,6 +36,11 @@ def measure_memory(case: StepCase, step: SyntheticStep) -> dict[str, Any]:
         }
         step.draw_batch(case)
     return row
+
+
+def device_gib(device: torch.device) -> float:
+    """Returns the memory of a GPU."""
+    return torch.cuda.get_device_properties(device).total_memory / _GIB
 
 
 def measure_dense(case: StepCase, step: SyntheticStep, dense: int) -> dict[str, Any]:
@@ -53,20 +63,26 @@ def peak_gib(step: SyntheticStep) -> float:
 
 
 def estimate_largest_batch(small: tuple[int, float], large: tuple[int, float], card_gib: float) -> int:
-    """Extrapolates the largest batch that fits a card from the peaks of two batches, pairs (images, GiB)."""
+    """Extrapolates the largest batch that fits a card from the peaks of two batches, pairs (images, GiB); 0 for none.
+
+    Every image counts alike; images of other sizes count by their area, batches padded to their largest image whole.
+    """
     per_image = (large[1] - small[1]) / (large[0] - small[0])
-    return int((card_gib - _RESERVE_GIB - (small[1] - small[0] * per_image)) // per_image)
+    return max(0, int((card_gib - _RESERVE_GIB - (small[1] - small[0] * per_image)) // per_image))
 
 
 def find_largest_batch(case: StepCase, step: SyntheticStep, card_gib: float, limit: int) -> int:
     """Finds the largest batch of at most `limit` images that trains in the memory of a card, by trying; 0 for none.
 
     Raises:
-        ValueError: if the step has CUDA graphs: those of one batch would take the memory of the next.
+        ValueError: if the step has CUDA graphs: those of one batch would take the memory of the next; or if the GPU has
+            less memory than the card.
     """
     if step.graphed:
         raise ValueError("cuda_graphs must be false to find the largest batch, got true; set cuda_graphs=false")
-    total = torch.cuda.get_device_properties(step.device).total_memory / _GIB
+    total = device_gib(step.device)
+    if 0.95 * card_gib > total:
+        raise ValueError(f"card_gib must be at most the {total:.0f} GiB of the GPU, got {card_gib}; see fitting_cards")
 
     def fits(batch: int) -> bool:
         try:

@@ -33,8 +33,8 @@ from parity.inference_benchmark import measure_row as measure_inference
 from parity.peers import find_peers, fused_implementations, fused_reference, own_implementations
 from parity.presets import PRESETS, make_preset_inputs
 from parity.speed import Row, Workload, compare_repeats, format_row, fuse_workload, plot_rows, run_workload
-from parity.step_benchmark import SWITCHES, StepCase, SyntheticStep, format_step, measure_step, plot_steps
-from parity.step_memory import CARDS_GIB, find_largest_batch, measure_dense, measure_memory
+from parity.step_benchmark import StepCase, SyntheticStep, format_step, list_variants, measure_step, plot_steps
+from parity.step_memory import device_gib, find_largest_batch, fitting_cards, measure_dense, measure_memory
 from parity.step_peer import HUGGING_FACE, OFFICIAL, PEERS, compare_steps, start_peer
 from parity.timing import CudaMeter, CudaStopwatch, Summary, measure_copy_bandwidth, measure_device_time, read_gpu_state
 
@@ -112,7 +112,8 @@ def build_parser() -> argparse.ArgumentParser:
     step.add_argument(
         "--largest-batch",
         type=int,
-        help="also find the largest batch of 24 and 80 GiB by trying, up to this; without graphs",
+        help="also find the largest batch of 24 and 80 GiB by trying, up to this, without graphs; and a row with "
+        "gradient checkpointing",
     )
     step.add_argument("--plot", type=Path, help="picture of the phases (needs matplotlib)")
     step.add_argument("--out", type=Path, help="results file")
@@ -194,19 +195,18 @@ def run_step(options: argparse.Namespace) -> None:
             peer = start_peer(options.against, case, device, options.checkout)
             report(*compare_steps(peer, case, device, warmup=10, repeats=options.repeats, blocks=4))
             continue
-        off = SWITCHES.values() if options.switches else ()
-        for extra in ((), *((override,) for override in off), *([tuple(off)] if off else [])):
+        for extra in list_variants(options.switches, checkpointing=options.largest_batch is not None):
             switched = replace(case, overrides=case.overrides + extra)
             step = SyntheticStep(switched, device)
             row = measure_step(step, switched, warmup=10, repeats=options.repeats) | measure_memory(switched, step)
             if options.dense is not None:
                 row |= measure_dense(switched, step, options.dense)
-            report(row)
             if options.largest_batch is not None and not step.graphed:
+                cards, limit = fitting_cards(device_gib(device)), options.largest_batch
                 row["largest_batch_found"] = {
-                    str(card): find_largest_batch(switched, step, card, options.largest_batch) for card in CARDS_GIB
+                    str(card): find_largest_batch(switched, step, card, limit) for card in cards
                 }
-                write_results(options.out, content)
+            report(row)
             del step
             free_memory()
     if options.plot is not None:

@@ -11,6 +11,7 @@ from parity.step_benchmark import (
     compose_case,
     draw_batch,
     format_step,
+    list_variants,
     measure_step,
     merged_length,
     plot_steps,
@@ -60,6 +61,22 @@ def test_every_switch_changes_a_setting(switch: str) -> None:
     on = (*CASE.overrides, "precision=bf16", "cuda_graphs=true", "compile=true")
     configs = [compose_case(StepCase(overrides, 2, 96, 128, 3)) for overrides in (on, (*on, SWITCHES[switch]))]
     assert configs[0] != configs[1]
+
+
+def test_rows_without_each_switch_and_with_checkpointing() -> None:
+    assert list_variants(switches=False, checkpointing=False) == [()]
+    *others, last = list_variants(switches=True, checkpointing=True)
+    assert others == [(), *((override,) for override in SWITCHES.values()), tuple(SWITCHES.values())]
+    plain, saving = (compose_case(StepCase((*CASE.overrides, *extra), 2, 96, 128, 3)) for extra in ((), last))
+    assert not plain.model.transformer.gradient_checkpointing
+    assert saving.model.transformer.gradient_checkpointing
+
+
+def test_a_line_says_what_a_card_holds() -> None:
+    row = {"who": "a", "overrides": [], "batch": 4, "size_hw": (8, 9), "step_ms": {"median": 1.0}}
+    row |= {"phases_ms": dict.fromkeys(PHASES, 0.1), "largest_batch": {"24": 12, "80": 40}}
+    row |= {"largest_batch_found": {"24": 13}}
+    assert format_step(row).endswith("24 GiB hold a batch of about 12 (tried: 13), 80 GiB hold a batch of about 40")
 
 
 def test_bars_are_drawn(tmp_path: Path) -> None:
