@@ -87,7 +87,8 @@ class MSDeformAttn(nn.Module):
         # One kernel in each direction, where masked_fill copies first.
         value = torch.where(padding_mask.unsqueeze(-1), 0.0, self.value_proj(features))
         value = value.unflatten(-1, (self.num_heads, -1))
-        offsets, logits = self.sampling(query)
+        # The op copies strided tensors, in both directions; a copy that it keeps is one.
+        offsets, logits = (part.contiguous() for part in self.sampling(query))
         offsets = offsets.unflatten(-1, (self.num_heads, self.num_levels, -1, 2))
         logits = logits.unflatten(-1, (self.num_heads, -1))
         if self.fused:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 import msda_op
 from models.layers.ms_deform_attn import MSDeformAttn
+from parity.tolerances import GRADIENT, OUTPUT
 
 SHAPES = ((3, 5), (2, 2))
 NUM_PIXELS = 19
@@ -120,6 +121,48 @@ def test_fused_op_gets_offsets_and_logits_as_they_are(monkeypatch: pytest.Monkey
     with torch.autocast("cpu", dtype=torch.bfloat16):
         randomized()(*inputs())
     assert seen["dtypes"] == [torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16]
+
+
+def differentiate(backend: str, dtype: torch.dtype, autocast: bool, device: str) -> list[Tensor]:
+    attention = randomized().to(device, dtype)
+    attention.backend = backend
+    query, reference_points, features, shapes, padding_mask = inputs()
+    query, features = (tensor.to(device, dtype).requires_grad_() for tensor in (query, features))
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
+        output = attention(query, reference_points.to(device), features, shapes, padding_mask.to(device))
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+    output.backward(upstream.to(device, output.dtype))
+    return [output, *(tensor.grad for tensor in (query, features, *attention.parameters()) if tensor.grad is not None)]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_triton_kernels_get_the_parts_of_the_joint_product(autocast: bool) -> None:
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    expected = differentiate("reference", torch.float64, False, device)
+    competitor, actual = (
+        differentiate(backend, torch.float32, autocast, device) for backend in ("reference", "triton")
+    )
+    assert len(actual) == len(competitor) == len(expected) == 11
+    rounded = torch.bfloat16 if autocast else torch.float32
+    for index, (found, other, exact) in enumerate(zip(actual, competitor, expected, strict=True)):
+        error, allowed = ((tensor.double() - exact).abs().max().item() for tensor in (found, other))
+        bound = GRADIENT if index else OUTPUT
+        assert error <= bound.limit(allowed, exact.abs().max().item(), rounded)
+
+
+def test_the_op_gets_contiguous_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+    original = msda_op.fused_ms_deform_attn
+
+    def record(value: Tensor, shapes: Any, starts: None, *others: Tensor, backend: str) -> Tensor:
+        seen.extend((value, *others))
+        return original(value, shapes, starts, *others, backend=backend)
+
+    monkeypatch.setattr(msda_op, "fused_ms_deform_attn", record)
+    randomized()(*inputs())
+    assert len(seen) == 4
+    assert all(tensor.is_contiguous() for tensor in seen)
 
 
 def test_every_parameter_and_input_gets_a_gradient() -> None:
