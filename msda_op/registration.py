@@ -206,12 +206,12 @@ def attend(*arguments: Any) -> Tensor:
         torch.compiler.is_compiling()
         or is_in_torch_dispatch_mode()
         or torch._C._are_functorch_transforms_active()
-        or any(isinstance(argument, Tensor) and type(argument) not in _PLAIN_TYPES for argument in arguments[:6])
+        or not _PLAIN_TYPES.issuperset(map(type, arguments[:6]))
     )
     return forward(*arguments) if looked_at else _Attend.apply(*arguments)
 
 
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_PLAIN_TYPES = {Tensor, torch.nn.Parameter, type(None)}
 
 
 class _Attend(torch.autograd.Function):

@@ -41,11 +41,10 @@ def sort_block(records, size, BLOCK: tl.constexpr):
 def sort_run(records, size, BLOCK: tl.constexpr):
     """Sorts a run of records of any size, at least 2.
 
-    Up to BLOCK are sorted at once, by a quarter or half of the lanes' work where they are few enough: BLOCK fits the
-    buckets of split tiles, and fine levels have fewer. More than BLOCK are sorted by odd-even transposition of half
-    blocks: in each round, neighbouring halves are sorted together, from an even half in even rounds and from an odd one
-    in odd rounds; as many rounds as halves, and one more that sorts a half left alone by the first, put everything in
-    order.
+    Up to BLOCK are sorted at once, in a block of a quarter or half of the size where they fit, which most buckets of
+    fine levels do: a quarter takes a sixth of the work. More are sorted by odd-even transposition of half blocks: in
+    each round, neighbouring halves are sorted together, from an even half in even rounds and from an odd one in odd
+    rounds; as many rounds as halves, and one more that sorts a half left alone by the first, put everything in order.
     """
     HALF: tl.constexpr = BLOCK // 2
     if size <= BLOCK // 4:
