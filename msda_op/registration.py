@@ -235,6 +235,9 @@ class _Attend(torch.autograd.Function):
         return _differentiate(ctx, grad_output, saved[:6], run)
 
 
+_Attend.__name__ = "msda_op::attend"  # under which profilers list it, beside the registered ops
+
+
 def _run_backward(counted: tuple[Tensor, ...], grad_output: Tensor, *arguments: Any) -> list[Tensor]:
     thin_levels, *options, fp32_grad_accum, deterministic = arguments[6:13]
     inputs, needs = Inputs(*arguments[:6]), Needs(*arguments[13:])

@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader
 from coco.collate import Batch
 from coco.datamodule import CocoDataModule
 from coco.dataset import Sample
+from models.compilation import compile_regions
 from models.criterion import Losses
+from models.cuda_graphs import TrainingGraphs
 from models.detector import Detector
 from models.environment import allow_tf32
 from models.layers.ms_deform_attn import MSDeformAttn
@@ -46,7 +48,7 @@ class StepResult:
         losses: total, differentiable, and its terms.
         grad_norms: norm of the gradients of each of `GRADIENT_GROUPS` before clipping, float32 scalars.
         queries: the query that each target got, int64 [n, R], in order of the targets, on the host.
-        attention_calls: calls of attention modules in the forward pass.
+        attention_calls: calls of attention modules in the forward pass; of a CUDA graph, modules that it replays.
     """
 
     losses: Losses
@@ -81,6 +83,7 @@ class TrainingLoop:
         self._step = 0
         self._matches: Matches | None = None
         self._attention_calls = 0
+        self._called: set[nn.Module] = set()
         self.detector.criterion.matcher.register_forward_hook(self._keep_matches)
         for module in self.detector.modules():
             if isinstance(module, MSDeformAttn):
@@ -97,7 +100,8 @@ class TrainingLoop:
         losses = self.backward(batch)
         grad_norms = self._measure_gradients()
         self.update()
-        return StepResult(losses, grad_norms, self.assigned_queries(), self._attention_calls)
+        calls = self._attention_calls or self._count_replayed()
+        return StepResult(losses, grad_norms, self.assigned_queries(), calls)
 
     def backward(self, batch: Batch) -> Losses:
         """Computes losses and gradients, and leaves the weights alone."""
@@ -136,11 +140,17 @@ class TrainingLoop:
                         members[group].append(parameter.grad)
         return {group: nn.utils.get_total_norm(gradients) for group, gradients in members.items()}
 
+    def _count_replayed(self) -> int:
+        graphs = self.detector.model.graphs
+        assert isinstance(graphs, TrainingGraphs), "every model has them"
+        return len(self._called) if graphs.captured else 0
+
     def _keep_matches(self, module: nn.Module, args: Any, output: tuple[Matches, Matches | None]) -> None:
         self._matches = output[0]
 
     def _count_call(self, module: nn.Module, args: Any, output: Tensor) -> None:
         self._attention_calls += 1
+        self._called.add(module)
 
 
 def set_flags(config: DictConfig) -> None:
@@ -193,6 +203,8 @@ def build_detector(config: DictConfig, data: CocoDataModule, arm: Arm) -> Detect
         roughen_attention(detector.model, config.parity.roughness, arm.seed)
     if arm.nudge:
         nudge_weights(detector.model, arm.nudge)
+    if config.compile:
+        compile_regions(detector)
     return detector
 
 

@@ -4,9 +4,14 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
-from parity.arms import Arm, arm_hash
+from models.compilation import Region
+from parity.arms import Arm, Experiment, arm_hash, load_experiment
 from parity.recording import Recording, record
+from parity.results import Verdict
+from parity.training import TrainingLoop
+from parity.validity import check_op_ran
 
 ARM = Arm("A", "reference", 42)
 STEPS = 4
@@ -62,3 +67,30 @@ def test_a_finished_arm_is_read_back_and_another_is_not(experiment, recording):
 def test_a_shorter_run_of_the_same_schedule_is_the_beginning_of_the_longer(experiment, recording):
     shorter = record(experiment, ARM, 2, lambda line: None, total_steps=STEPS)
     assert shorter.loss == recording.loss[:2]
+
+
+def test_the_profiler_sees_the_triton_op(overrides):
+    experiment = load_experiment([*overrides, "op=triton"])
+    recording = record(experiment, Arm("B", "triton", 42), 1, lambda line: None)
+    assert recording.evidence["msda_op"] >= 3
+    assert check_op_ran(recording).verdict is Verdict.PASS
+
+
+def test_compile_is_not_forgotten(overrides):
+    def compiled(experiment: Experiment) -> list[bool]:
+        loop = TrainingLoop(experiment, ARM, STEPS)
+        return [region._compiled is not None for region in loop.detector.modules() if isinstance(region, Region)]
+
+    assert not any(compiled(load_experiment(overrides)))
+    regions = compiled(load_experiment([*overrides, "compile=true"]))
+    assert regions
+    assert all(regions)
+
+
+@pytest.mark.gpu
+def test_an_arm_of_cuda_graphs_counts_what_it_replays(overrides):
+    experiment = load_experiment([*overrides, "op=triton", "cuda_graphs=true", "data.size_divisor=64"])
+    recording = record(experiment, Arm("B", "triton", 42), STEPS, lambda line: None)
+    assert experiment.device == torch.device("cuda")
+    assert recording.attention_calls[-1] == 3
+    assert check_op_ran(recording).verdict is Verdict.PASS
