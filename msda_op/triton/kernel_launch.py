@@ -2,7 +2,8 @@
 
 Launches that agree in all but the addresses of their tensors run the same compiled kernel. It is kept, since Triton's
 own look at each argument costs the host more than many a kernel takes. What Triton compiles for is part of the key:
-dtypes, whether addresses are multiples of 16, and numbers.
+dtypes, whether addresses are multiples of 16, and numbers. It gets addresses in the place of tensors then, of each of
+which it would ask the driver where it lies.
 """
 
 from collections.abc import Hashable
@@ -52,15 +53,16 @@ class Launch(NamedTuple):
         return None
 
     def _start(self, device: torch.device) -> Any:
-        arguments = [self.arguments[name] for name in self.kernel.arg_names]
-        forms = [
-            (argument.dtype, argument.data_ptr() % 16 == 0) if isinstance(argument, Tensor) else argument
-            for argument in arguments
-        ]
+        handed, forms = [], []
+        for name in self.kernel.arg_names:
+            argument = self.arguments[name]
+            is_tensor = isinstance(argument, Tensor)
+            handed.append(argument.data_ptr() if is_tensor else argument)
+            forms.append((argument.dtype, handed[-1] % 16 == 0) if is_tensor else argument)
         key = (self.kernel.fn, self.num_warps, self.registers, device, *forms)
         compiled = _compiled.get(key)
         if compiled is not None:
-            compiled[self.num_programs, 1, 1](*arguments)
+            compiled[self.num_programs, 1, 1](*handed)
             return compiled
         grid = (self.num_programs,)
         compiled = self.kernel[grid](**self.arguments, num_warps=self.num_warps, maxnreg=self.registers)

@@ -3,6 +3,7 @@
 Choosing kernels and tiles, and Triton's own look at each argument, cost the host several times what a decoder's kernel
 takes. Calls are alike where everything agrees that decides on a kernel and its arguments except addresses: shapes,
 dtypes, device and conventions, with contiguous tensors that start at multiples of 16 bytes, which Triton compiles for.
+The kernel is handed their addresses, see `kernel_launch`.
 """
 
 from collections.abc import Hashable
@@ -74,8 +75,8 @@ def launch_again(call: Hashable, tensors: tuple[Tensor | None, ...]) -> Tensor |
     arguments = list(recipe.arguments)
     given = (tensor for tensor in tensors if tensor is not None)
     for place, tensor in zip(recipe.places, given, strict=True):
-        arguments[place] = tensor
-    arguments[recipe.output_place] = output
+        arguments[place] = tensor.data_ptr()
+    arguments[recipe.output_place] = output.data_ptr()
     recipe.compiled[recipe.num_programs, 1, 1](*arguments)
     return output
 

@@ -13,7 +13,7 @@ from msda_op.options import DEFAULT_OPTIONS
 from msda_op.triton import launch_memory
 
 # Runs without the interpreter, which has nothing to remember. Kernels are compiled for a GPU that need not be there,
-# and what Triton would hand to its launcher is kept: grid and arguments, tensors as their place in the call.
+# and what Triton would hand to its launcher is kept: grid and arguments, tensors and their addresses as their place in the call.
 LAUNCH = """
 import json
 import sys
@@ -50,7 +50,9 @@ def call(num_queries, num_coordinates, head_dim, offset=0):
     names[output.data_ptr()] = "output"
     found = handed.pop()
     assert not handed
-    return [names.get(each.data_ptr(), "other") if isinstance(each, torch.Tensor) else each for each in found]
+    addresses = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in found]
+    is_address = [isinstance(each, int) and each >= 2**32 for each in addresses]
+    return [names.get(each, "other" if far else each) for each, far in zip(addresses, is_address)]
 
 report = {}
 for num_coordinates in (0, 4):
