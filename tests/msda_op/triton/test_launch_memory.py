@@ -13,7 +13,8 @@ from msda_op.options import DEFAULT_OPTIONS
 from msda_op.triton import launch_memory
 
 # Runs without the interpreter, which has nothing to remember. Kernels are compiled for a GPU that need not be there,
-# and what Triton would hand to its launcher is kept: grid and arguments, tensors and their addresses as their place in the call.
+# and what Triton would hand to its launcher is kept: grid and arguments, tensors and addresses as their place in the
+# call.
 LAUNCH = """
 import json
 import sys
