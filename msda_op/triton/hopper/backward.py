@@ -285,6 +285,29 @@ def backward_kernel(
                 places, offsets, weights, next_query, head, level, point, M, L, K, REFERENCE
             )
 
+        if SCATTER == "atomics":
+            share_top = attention * weight_top
+            share_bottom = attention * weight_bottom
+            shares = (
+                share_top * weight_left,
+                share_top * weight_right,
+                share_bottom * weight_left,
+                share_bottom * weight_right,
+            )
+            for pair in tl.static_range(2):
+                scatter_query(
+                    grad_value,
+                    grad_output + tl.minimum(step_pair + pair, last_query) * (M * D),
+                    pixels,
+                    row_strides,
+                    shares,
+                    step_pair + pair < num_queries,
+                    lane,
+                    pair,
+                    CHUNKS,
+                    PIXEL_STRIDE,
+                    dtype,
+                )
         if NEEDS_DOTS:
             gradient = grad_output + gradient_chunk
             first = gradient + tl.minimum(step_pair, last_query) * (M * D)
@@ -318,29 +341,6 @@ def backward_kernel(
                     grad_x *= step_width * (step_place[2].to(tl.float32, bitcast=True) * (0.5 / K))
                     grad_y *= step_height * (step_place[3].to(tl.float32, bitcast=True) * (0.5 / K))
                 store_pair(grad_offsets + 2 * sample, grad_x, grad_y, counts)
-        if SCATTER == "atomics":  # after the loads above, which would wait behind them
-            share_top = attention * weight_top
-            share_bottom = attention * weight_bottom
-            shares = (
-                share_top * weight_left,
-                share_top * weight_right,
-                share_bottom * weight_left,
-                share_bottom * weight_right,
-            )
-            for pair in tl.static_range(2):
-                scatter_query(
-                    grad_value,
-                    grad_output + tl.minimum(step_pair + pair, last_query) * (M * D),
-                    pixels,
-                    row_strides,
-                    shares,
-                    step_pair + pair < num_queries,
-                    lane,
-                    pair,
-                    CHUNKS,
-                    PIXEL_STRIDE,
-                    dtype,
-                )
         if SCATTER == "records":
             seat = shuffle(seat, leader) + rank
             store_record(records, seat, x, y, tile_left, tile_top, attention, query, joins, dtype)

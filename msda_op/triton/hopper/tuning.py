@@ -28,10 +28,10 @@ LAUNCH_SHAPES: dict[tuple[int, Pass, Regime], LaunchShape] = {
     (90, "count", "few"): LaunchShape(4, 1),
     (90, "count", "some"): LaunchShape(1, 1),
     (90, "count", "many"): LaunchShape(4, 4),
-    (90, "backward", "few"): LaunchShape(8, 1),
+    (90, "backward", "few"): LaunchShape(4, 1),
     (90, "backward", "some"): LaunchShape(1, 1),
     (90, "backward", "many"): LaunchShape(4, 4, 124),
-    (90, "fused backward", "few"): LaunchShape(8, 1),
+    (90, "fused backward", "few"): LaunchShape(4, 1),
     (90, "fused backward", "some"): LaunchShape(1, 1),
     (90, "fused backward", "many"): LaunchShape(4, 4, 124),
 }
@@ -39,8 +39,7 @@ LAUNCH_SHAPES: dict[tuple[int, Pass, Regime], LaunchShape] = {
 # Registers are given where ptxas alone chooses badly, judged by its output and not yet by the clock: it spills one to
 # reach 40 in the short forward, and its choice for the long backward varies from 72 registers and 2 loads on their way
 # to 156 and 16. With 124 it spills nothing and sends 7 to 13 loads ahead, on Triton 3.6 and 3.8 alike. Levels that may
-# be thin take 4 registers more. The short backward gets them by its warps: with 8 of them ptxas takes 64 for halves, so
-# that 32 of the 37 warps that a decoder has for a processor run at once, and never spills, as it does with 4.
+# be thin take 4 registers more.
 THIN_REGISTERS = 128
 
 # Of float32 the same backward has no more loads on their way than others can hide: with 96 registers, where ptxas takes

@@ -155,16 +155,6 @@ def test_gathers_are_sixteen_wide_loads_and_dot_products_are_on_tensor_cores(rep
             assert gathers == (12 if "colour" in name else 4), name  # eight of a part
 
 
-def test_no_gather_waits_behind_an_atomic(report: dict[str, dict]) -> None:
-    kernels = {name: kernel["sass"] for name, kernel in report.items() if re.match("atomics (bf16|fp16)", name)}
-    assert len(kernels) >= 4
-    for name, sass in kernels.items():
-        gathers = [place for place, word in enumerate(sass) if word == "LDG.E.128.CONSTANT"]
-        adds = [place for place, word in enumerate(sass) if word.startswith("RED")]
-        assert len(adds) == 32, name
-        assert max(gathers) < min(adds), name
-
-
 def test_float32_is_exact_arithmetic_on_wide_loads(report: dict[str, dict]) -> None:
     for name, kernel in report.items():
         if "fp32" not in name or name.startswith("count"):
