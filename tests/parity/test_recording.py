@@ -89,7 +89,7 @@ def test_compile_is_not_forgotten(overrides):
 
 @pytest.mark.gpu
 def test_an_arm_of_cuda_graphs_counts_what_it_replays(overrides):
-    experiment = load_experiment([*overrides, "op=triton", "cuda_graphs=true", "data.size_divisor=64"])
+    experiment = load_experiment([*overrides, "op=triton", "cuda_graphs=true", "trainer=gpu"])
     recording = record(experiment, Arm("B", "triton", 42), STEPS, lambda line: None)
     assert experiment.device == torch.device("cuda")
     assert recording.attention_calls[-1] == 3
