@@ -32,7 +32,30 @@ class TransformerOutput:
 
 
 class EncoderDecoder(nn.Module):
-    """The parts that all deformable transformers share; a subclass chooses the queries."""
+    """The parts that all deformable transformers share; a subclass chooses the queries.
+
+    A subclass adds its own parts and calls `reset_parameters`.
+
+    Args:
+        d_model: width C of features and queries, a multiple of 4 and of num_heads.
+        num_heads: attention heads M.
+        num_encoder_layers: layers of the encoder.
+        num_decoder_layers: layers of the decoder.
+        num_feature_levels: feature levels L.
+        num_encoder_points: sampling points K of a head on each level, in the encoder.
+        num_decoder_points: the same in the decoder.
+        num_queries: object queries Q.
+        dim_feedforward: channels inside the feed-forward blocks.
+        dropout: probability of dropping, in 0..1.
+        inverse_sigmoid_eps: see `models.boxes.inverse_sigmoid`.
+        gradient_checkpointing: whether training recomputes each layer in the backward pass to save memory.
+        backend: backend of the op, one of `msda_op.BACKENDS`.
+        fused: whether the op takes offsets and logits instead of locations and weights, see `MSDeformAttn`.
+        fused_norm: whether norms take dropout and residual into one kernel on a GPU, see `ResidualNorm`.
+        decoder_norm: see `models.decoder.DeformableDecoder`, as the next two.
+        ref_point_head: see there.
+        look_forward_twice: see there.
+    """
 
     def __init__(
         self,
@@ -56,61 +79,27 @@ class EncoderDecoder(nn.Module):
         ref_point_head: nn.Module | None,
         look_forward_twice: bool,
     ) -> None:
-        """Creates encoder, decoder and level embedding; the subclass adds its own parts and calls `reset_parameters`.
-
-        Args:
-            d_model: width C of features and queries, a multiple of 4 and of num_heads.
-            num_heads: attention heads M.
-            num_encoder_layers: layers of the encoder.
-            num_decoder_layers: layers of the decoder.
-            num_feature_levels: feature levels L.
-            num_encoder_points: sampling points K of a head on each level, in the encoder.
-            num_decoder_points: the same in the decoder.
-            num_queries: object queries Q.
-            dim_feedforward: channels inside the feed-forward blocks.
-            dropout: probability of dropping, in 0..1.
-            inverse_sigmoid_eps: see `models.boxes.inverse_sigmoid`.
-            gradient_checkpointing: whether training recomputes each layer in the backward pass to save memory.
-            backend: backend of the op, one of `msda_op.BACKENDS`.
-            fused: whether the op takes offsets and logits instead of locations and weights, see `MSDeformAttn`.
-            fused_norm: whether norms take dropout and residual into one kernel on a GPU, see `ResidualNorm`.
-            decoder_norm: see `models.decoder.DeformableDecoder`, as the next two.
-            ref_point_head: see there.
-            look_forward_twice: see there.
-        """
         super().__init__()
         self.d_model = d_model
         self.num_feature_levels = num_feature_levels
         self.num_decoder_layers = num_decoder_layers
         self.num_queries = num_queries
         self.inverse_sigmoid_eps = inverse_sigmoid_eps
+        layer_settings: dict[str, Any] = {
+            "d_model": d_model,
+            "num_heads": num_heads,
+            "num_levels": num_feature_levels,
+            "dim_feedforward": dim_feedforward,
+            "dropout": dropout,
+            "backend": backend,
+            "fused": fused,
+            "fused_norm": fused_norm,
+        }
         encoder_layers = [
-            DeformableEncoderLayer(
-                d_model=d_model,
-                num_heads=num_heads,
-                num_levels=num_feature_levels,
-                num_points=num_encoder_points,
-                dim_feedforward=dim_feedforward,
-                dropout=dropout,
-                backend=backend,
-                fused=fused,
-                fused_norm=fused_norm,
-            )
-            for _ in range(num_encoder_layers)
+            DeformableEncoderLayer(num_points=num_encoder_points, **layer_settings) for _ in range(num_encoder_layers)
         ]
         decoder_layers = [
-            DeformableDecoderLayer(
-                d_model=d_model,
-                num_heads=num_heads,
-                num_levels=num_feature_levels,
-                num_points=num_decoder_points,
-                dim_feedforward=dim_feedforward,
-                dropout=dropout,
-                backend=backend,
-                fused=fused,
-                fused_norm=fused_norm,
-            )
-            for _ in range(num_decoder_layers)
+            DeformableDecoderLayer(num_points=num_decoder_points, **layer_settings) for _ in range(num_decoder_layers)
         ]
         self.encoder = DeformableEncoder(layers=encoder_layers, gradient_checkpointing=gradient_checkpointing)
         self.decoder = DeformableDecoder(

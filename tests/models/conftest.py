@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from models.backbone import ResNetBackbone
 from models.criterion import Criterion
@@ -15,7 +16,7 @@ from models.denoising import ContrastiveDenoising
 from models.dino import Dino, DinoTransformer
 from models.matcher import HungarianMatcher
 from models.position_encoding import SinePositionEncoding
-from models.structures import ImageBatch
+from models.structures import DetectorOutput, ImageBatch, Targets, take_apart
 
 torch.set_num_threads(1)  # tensors this small only wait for a second thread
 
@@ -137,3 +138,60 @@ def image_batch() -> ImageBatch:
     padding_mask[1, :, 50:] = True
     images = torch.randn(2, 3, 64, 64, generator=generator)
     return ImageBatch(images.masked_fill(padding_mask.unsqueeze(1), 0.0), padding_mask)
+
+
+@pytest.fixture
+def one_target() -> Targets:
+    """A box in the first of two images."""
+    return Targets(torch.tensor([1]), torch.tensor([[0.5, 0.5, 0.2, 0.2]]), (1, 0))
+
+
+@pytest.fixture
+def make_batch() -> Callable[..., ImageBatch]:
+    """Draws two images of a height, the second padded from 48 to 64 columns."""
+
+    def make(height: int = 64, seed: int = 0) -> ImageBatch:
+        generator = torch.Generator().manual_seed(seed)
+        padding_mask = torch.zeros(2, height, 64, dtype=torch.bool)
+        padding_mask[1, :, 48:] = True
+        images = torch.randn(2, 3, height, 64, generator=generator)
+        return ImageBatch(images.masked_fill(padding_mask.unsqueeze(1), 0.0), padding_mask)
+
+    return make
+
+
+@pytest.fixture
+def weigh_outputs() -> Callable[[DetectorOutput], Tensor]:
+    """Makes a loss to which every differentiable output adds, each number with a weight of its own."""
+
+    def weigh(output: DetectorOutput) -> Tensor:
+        generator = torch.Generator().manual_seed(1)
+        tensors = [tensor for tensor in take_apart(output)[0] if tensor.requires_grad]
+        weights = [torch.randn(tensor.shape, generator=generator).to(tensor.device) for tensor in tensors]
+        return torch.stack([(tensor * weight).sum() for tensor, weight in zip(tensors, weights, strict=True)]).sum()
+
+    return weigh
+
+
+@pytest.fixture
+def gradients_of() -> Callable[[nn.Module], dict[str, Tensor]]:
+    """Copies the gradients of a module, by name of the parameter."""
+
+    def copy(module: nn.Module) -> dict[str, Tensor]:
+        return {name: each.grad.clone() for name, each in module.named_parameters() if each.grad is not None}
+
+    return copy
+
+
+@pytest.fixture
+def differing() -> Callable[..., dict[str, float]]:
+    """Finds the largest difference of each tensor that is not equal bit for bit, or is on one side alone."""
+
+    def compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+        names = found.keys() ^ expected.keys()
+        unequal = {name for name in found.keys() & expected.keys() if not torch.equal(found[name], expected[name])}
+        return dict.fromkeys(names, float("inf")) | {
+            name: float((found[name] - expected[name]).abs().max()) for name in unequal
+        }
+
+    return compare
