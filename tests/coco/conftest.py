@@ -11,7 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
+from coco.datamodule import CocoDataModule
 from coco.synthetic import SyntheticSpec, write_synthetic_dataset
+from coco.transforms import evaluation_transform
 
 WriteJson = Callable[[dict[str, Any]], Path]
 
@@ -31,6 +33,30 @@ def synthetic_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def synthetic_folder(synthetic_cache: Path) -> Path:
     """A synthetic set of 24 training and 7 validation images."""
     return write_synthetic_dataset(SyntheticSpec(num_train=24, num_val=7, image_size=64, seed=1), synthetic_cache)
+
+
+@pytest.fixture
+def data(synthetic_folder: Path) -> CocoDataModule:
+    """Four of its training images and all for validation, resized to 96 pixels."""
+    resize = evaluation_transform(size=96, max_size=96)
+    return CocoDataModule(
+        root=str(synthetic_folder),
+        train_json="annotations/instances_train.json",
+        train_images="train",
+        val_json="annotations/instances_val.json",
+        val_images="val",
+        train_transform=resize,
+        eval_transform=resize,
+        batch_size=4,
+        eval_batch_size=3,
+        num_workers=0,
+        size_divisor=1,
+        limit_train=4,
+        fraction=1.0,
+        repeat_train=1,
+        limit_val=None,
+        seed=0,
+    )
 
 
 @pytest.fixture

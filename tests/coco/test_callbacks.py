@@ -9,8 +9,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from PIL import Image
 
 from coco.callbacks import CocoEvaluation
-from coco.datamodule import CocoDataModule
-from coco.transforms import evaluation_transform
 
 
 @dataclass(frozen=True)
@@ -48,29 +46,6 @@ class Oracle(LightningModule):
                 boxes_xyxy[row, :count] = corners * torch.tensor([width, height, width, height])
             first += count
         return {"image_ids": batch["image_ids"], "detections": FakeDetections(scores, labels, boxes_xyxy)}
-
-
-@pytest.fixture
-def data(synthetic_folder):
-    resize = evaluation_transform(size=96, max_size=96)
-    return CocoDataModule(
-        root=str(synthetic_folder),
-        train_json="annotations/instances_train.json",
-        train_images="train",
-        val_json="annotations/instances_val.json",
-        val_images="val",
-        train_transform=resize,
-        eval_transform=resize,
-        batch_size=4,
-        eval_batch_size=3,
-        num_workers=0,
-        size_divisor=1,
-        limit_train=4,
-        fraction=1.0,
-        repeat_train=1,
-        limit_val=None,
-        seed=0,
-    )
 
 
 def make_trainer(folder, callbacks, **settings):

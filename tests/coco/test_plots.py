@@ -8,9 +8,7 @@ import pytest
 from PIL import Image
 
 from coco.annotations import build_index
-from coco.datamodule import CocoDataModule
 from coco.plots import EvaluationPlots, draw_precision_recall, precision_curves, weigh_mistakes
-from coco.transforms import evaluation_transform
 
 BOX = [10.0, 10.0, 20.0, 20.0]
 
@@ -54,26 +52,8 @@ def test_precision_falls_where_a_wrong_detection_comes_first():
     assert (precision_curves(index, []) == 0).all()
 
 
-def test_a_finished_run_gets_its_pictures(synthetic_folder, tmp_path):
-    resize = evaluation_transform(size=64, max_size=64)
-    data = CocoDataModule(
-        root=str(synthetic_folder),
-        train_json="annotations/instances_train.json",
-        train_images="train",
-        val_json="annotations/instances_val.json",
-        val_images="val",
-        train_transform=resize,
-        eval_transform=resize,
-        batch_size=4,
-        eval_batch_size=3,
-        num_workers=0,
-        size_divisor=1,
-        limit_train=4,
-        fraction=1.0,
-        repeat_train=1,
-        limit_val=2,
-        seed=0,
-    )
+def test_a_finished_run_gets_its_pictures(data, tmp_path):
+    data.limit_val = 2
     plots = EvaluationPlots(str(tmp_path))
     plots.on_train_end(SimpleNamespace(datamodule=data), SimpleNamespace())
     assert list(tmp_path.iterdir()) == [], "nothing was evaluated"
