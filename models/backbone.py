@@ -12,10 +12,17 @@ from torch import Tensor, nn
 
 from models.checkpoints import check_keys, read_checkpoint
 from models.layers.frozen_norm import FoldedBatchNorm2d, folding_norms
+from models.layers.residual_blocks import BasicBlock, Bottleneck, can_fuse, norm_relu
 from models.weight_casts import casting_weights
 
 SWINS = ("swin_t", "swin_s", "swin_b")
-RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101")
+RESNETS: dict[str, tuple[type[BasicBlock | Bottleneck], list[int]]] = {
+    "resnet18": (BasicBlock, [2, 2, 2, 2]),
+    "resnet34": (BasicBlock, [3, 4, 6, 3]),
+    "resnet50": (Bottleneck, [3, 4, 6, 3]),
+    "resnet101": (Bottleneck, [3, 4, 23, 3]),
+}
+"""Kind and numbers of the blocks of each stage (arXiv 1512.03385, table 1)."""
 DILATABLE_RESNETS = ("resnet50", "resnet101")
 NORMS: dict[str, Callable[[int], nn.Module]] = {
     "frozen": FoldedBatchNorm2d,
@@ -47,6 +54,7 @@ class ResNetBackbone(nn.Module):
         num_feature_levels: int,
         channels_last: bool,
         fold_norms: bool,
+        fused_norm: bool,
     ) -> None:
         """Creates the network and loads its weights.
 
@@ -61,8 +69,10 @@ class ResNetBackbone(nn.Module):
                 finest_stride allows.
             channels_last: whether images, features and kernels lie in memory channel by channel of a pixel, as the
                 convolutions of tensor cores want them; the results agree up to rounding.
-            fold_norms: whether convolutions apply the frozen norms behind them, see `folding_norms`; the results agree
-                up to rounding.
+            fold_norms: whether convolutions apply the frozen norms behind them where nothing is fused, see
+                `folding_norms`; the results agree up to rounding.
+            fused_norm: whether frozen norms take ReLU and residual into one kernel on a GPU, see `norm_relu`; needs
+                channels_last, without which nothing is fused; the results agree up to rounding.
 
         Raises:
             ValueError: on an unknown word, an impossible combination, or weights that do not fit the network.
@@ -76,14 +86,11 @@ class ResNetBackbone(nn.Module):
         _check_word("name", name, RESNETS)
         _check_resnet_settings(name, weights, norm, dilation)
         _check_weights(weights)
-        resnet = torchvision.models.get_model(
-            name,
-            weights=None,
-            norm_layer=NORMS[norm],
-            replace_stride_with_dilation=[False, False, dilation],
+        resnet = torchvision.models.ResNet(
+            *RESNETS[name], norm_layer=NORMS[norm], replace_stride_with_dilation=[False, False, dilation]
         )
         self.body = nn.Sequential(
-            OrderedDict((key, child) for key, child in resnet.named_children() if key not in ("avgpool", "fc"))
+            OrderedDict((key, child) for key, child in resnet.named_children() if key not in ("relu", "avgpool", "fc"))
         )
         self.stages = _feature_stages(STAGE_STRIDES, finest_stride, num_feature_levels)
         self.channels = tuple(_stage_channels(self.body.get_submodule(stage)) for stage in self.stages)
@@ -93,6 +100,10 @@ class ResNetBackbone(nn.Module):
             for stage in FROZEN_STAGES:
                 self.body.get_submodule(stage).requires_grad_(False)
         self.fold_norms = fold_norms
+        self.fused_norm = fused_norm and channels_last
+        for module in self.body.modules():
+            if isinstance(module, FoldedBatchNorm2d):
+                module.fused = self.fused_norm
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.body.to(memory_format=self.memory_format)
 
@@ -106,10 +117,13 @@ class ResNetBackbone(nn.Module):
             One float [B, channels, H_l, W_l] a stage, finest first.
         """
         features = images.contiguous(memory_format=self.memory_format)
+        folds = self.fold_norms and not (self.fused_norm and can_fuse(images))
         outputs = []
-        with folding_norms(self.body) if self.fold_norms else nullcontext(), casting_weights(self.body):
-            for key, child in self.body.named_children():
-                features = child(features)
+        with folding_norms(self.body) if folds else nullcontext(), casting_weights(self.body):
+            convolution, norm, pool, *stages = self.body.children()
+            features = pool(norm_relu(convolution(features), norm))
+            for key, stage in zip(STAGE_STRIDES, stages, strict=True):
+                features = stage(features)
                 if key in self.stages:
                     outputs.append(features)
         return outputs

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torchvision.ops import FrozenBatchNorm2d
 
+from models.layers.fused_frozen_norm import frozen_norm_relu
 from models.layers.fused_norm import residual_norm
 from msda_op.options import DEFAULT_OPTIONS, Options
 from msda_op.triton import launch
@@ -79,6 +81,7 @@ def shipped_calls() -> list[ShippedCall]:
     calls += _accumulation_calls(PRESETS["encoder"])
     calls += _hopper_calls()
     calls += _norm_calls()
+    calls += _frozen_norm_calls()
     return calls
 
 
@@ -160,6 +163,24 @@ def _run_norm(residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, se
     probability = 0.0 if seed is None else 0.1
     output = residual_norm(residual, branch, weight, bias, seed, probability, 1e-5, residual.dtype)
     torch.autograd.grad(output, (residual, branch, weight, bias), torch.empty_like(output))
+
+
+def _frozen_norm_calls() -> Iterator[ShippedCall]:
+    """Yields the norm and ReLU after a convolution with their backward pass, and with either kind of residual."""
+    channels = 1024
+    for dtype_name, dtype in DTYPES.items():
+        x, residual = (_empty(_BATCH, channels, 50, 84, dtype=dtype).requires_grad_() for _ in range(2))
+        norm = FrozenBatchNorm2d(channels).to("meta")
+        for words, more in {"": (None, None), " with residual": (residual, None), " of two": (residual, norm)}.items():
+            run = partial(_run_frozen_norm, x, norm, *more)
+            yield ShippedCall(f"frozen norm {dtype_name}{words}", channels, True, run)
+
+
+def _run_frozen_norm(
+    x: Tensor, norm: FrozenBatchNorm2d, residual: Tensor | None, residual_norm: FrozenBatchNorm2d | None
+) -> None:
+    output = frozen_norm_relu(x, norm, residual, residual_norm)
+    torch.autograd.grad(output, [x] if residual is None else [x, residual], torch.empty_like(output))
 
 
 def _ways_of_hopper(

@@ -16,9 +16,11 @@ class FoldedBatchNorm2d(FrozenBatchNorm2d):
 
     Attributes:
         folded: whether the input is normalised already.
+        fused: whether `norm_relu` may take it into one kernel with what follows.
     """
 
     folded: bool = False
+    fused: bool = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises float [B, C, H, W], unless the convolution has done so."""

@@ -10,12 +10,15 @@ from torch import nn
 from models.backbone import ResNetBackbone, SwinBackbone
 from models.layers.frozen_norm import FoldedBatchNorm2d
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 def build(**overrides: Any) -> ResNetBackbone:
     settings: dict[str, Any] = {"name": "resnet18", "weights": "none", "norm": "batch", "dilation": False}
     return ResNetBackbone(
         **settings
-        | {"finest_stride": 8, "num_feature_levels": 4, "channels_last": True, "fold_norms": True}
+        | {"finest_stride": 8, "num_feature_levels": 4, "channels_last": True}
+        | {"fold_norms": True, "fused_norm": True}
         | overrides
     )
 
@@ -82,6 +85,35 @@ def test_memory_formats_agree(norm: str) -> None:
         results.append([*features, backbone.body.get_submodule("layer3.0.conv2").weight.grad])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(("name", "num_norms_with_relu"), [("resnet18", 17), ("resnet50", 49)])
+def test_fused_frozen_norms_agree_with_plain_ones(
+    name: str, num_norms_with_relu: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused_frozen_norm = pytest.importorskip("models.layers.fused_frozen_norm")
+    for module in ("models.backbone", "models.layers.residual_blocks"):
+        monkeypatch.setattr(f"{module}.can_fuse", lambda x: True)  # Triton's interpreter runs the kernels on a CPU
+    fuse, calls = fused_frozen_norm.frozen_norm_relu, []
+    monkeypatch.setattr(fused_frozen_norm, "frozen_norm_relu", lambda *inputs: calls.append(1) or fuse(*inputs))
+    torch.manual_seed(0)
+    plain = build(name=name, norm="frozen", fold_norms=False, fused_norm=False)
+    for key, buffer in plain.named_buffers():
+        buffer.uniform_(0.5, 1) if key.endswith(("weight", "running_var")) else buffer.normal_(0, 0.1)
+    results = []
+    for channels_last in (True, False, None):
+        backbone = plain
+        if channels_last is not None:
+            backbone = build(name=name, norm="frozen", fold_norms=True, fused_norm=True, channels_last=channels_last)
+            backbone.load_state_dict(plain.state_dict())
+        calls.clear()
+        features = backbone.to(DEVICE)(torch.linspace(-1, 1, 3 * 64 * 96, device=DEVICE).view(1, 3, 64, 96))
+        assert len(calls) == (num_norms_with_relu if channels_last else 0)
+        sum(feature.square().mean() for feature in features).backward()
+        gradients = [parameter.grad for parameter in backbone.parameters() if parameter.grad is not None]
+        results.append([*features, *gradients])
+    for *others, expected in zip(*results, strict=True):
+        assert all((other - expected).norm() <= 1e-3 * expected.norm() for other in others)
 
 
 def test_everything_trains_from_scratch() -> None:

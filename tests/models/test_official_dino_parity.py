@@ -67,6 +67,7 @@ def build_model(settings: dict[str, Any]) -> Dino:
             finest_stride=4 if levels == 5 else 8,
             channels_last=False,
             fold_norms=False,  # as the official code computes: the same bits, and so the same sides of every ReLU
+            fused_norm=True,
             num_feature_levels=levels,
         ),
         position_encoding=SinePositionEncoding(channels=256, temperature=20, offset=0.0),
