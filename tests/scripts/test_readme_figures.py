@@ -1,65 +1,97 @@
-"""The README's table holds what the files say and nothing else."""
+"""The README's tables hold what the files say and nothing else."""
 
 import json
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from scripts.readme_figures import BEGIN, END, NOTHING, main, make_table
+from parity.peers import fused_implementations, own_implementations
+from parity.presets import PRESETS
+from scripts.readme_figures import BEGIN, COMPOSED, END, FUSED, NOTHING, OP, OURS, SECTIONS, main, make_tables
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-ENVIRONMENT = {"gpus": ["NVIDIA X1"], "commit": "0123456789", "command": "python train.py a=b"}
-TIMED = {"preset": "encoder", "batch": 4, "dtype": "bf16", "status": "timed"}
+ENVIRONMENT = {
+    "gpus": ["NVIDIA X1"],
+    "commit": "0123456789",
+    "packages": {"torch": "2.99"},
+    "command": "python train.py a=b data.root=/somewhere data.train_json=c.json callbacks.progress=null logger=csv",
+}
+MACHINE = "NVIDIA X1, torch 2.99, 0123456"
+CALL = {"preset": "encoder", "batch": 4, "dtype": "bf16", "status": "timed"}
+STEP = {"overrides": ["precision=bf16"], "batch": 2, "size_hw": [800, 1333]}
+INFERENCE = {"model": "dino", "precision": "bf16", "size_hw": [800, 1333], "batch_size": 1, "status": "timed"}
+PATHS = {"train_json": "t.json", "train_images": "t", "val_json": "v.json", "val_images": "v", "limit_val": None}
+SAME = {"train_json": "v.json", "train_images": "v", "limit_val": 32}
+RUN = {
+    "steps": 70,
+    "train_seconds": 99.0,
+    "img_per_s_median": 3.04,
+    "peak_memory_mib": 2048.0,
+    "validation": {"val/AP": 0.123, "val/AP50": 0.456},
+    "manifest": {"environment": ENVIRONMENT, "config": {"data": PATHS}},
+}
+
+
+def call(implementation, forward_ms, backward_ms):
+    times = {"forward_device_ms_median": forward_ms, "backward_device_ms_median": backward_ms}
+    return CALL | {"implementation": implementation} | times
+
+
 FILES = {
-    "op.json": {
-        "environment": ENVIRONMENT,
-        "rows": [
-            TIMED | {"implementation": "ours", "forward_device_ms_median": 0.25, "backward_device_ms_median": 0.5},
-            TIMED | {"implementation": "theirs", "forward_device_ms_median": 1.5, "backward_device_ms_median": 4},
-            TIMED | {"implementation": "none", "status": "refused"},
-        ],
-    },
-    "step.json": {
-        "environment": ENVIRONMENT,
-        "rows": [
-            {
-                "who": "ours",
-                "overrides": ["precision=bf16"],
-                "batch": 2,
-                "size_hw": [800, 1333],
-                "step_ms": {"median": 151.6},
-                "images_per_s": 13.19,
-            }
-        ],
-    },
+    "op.json": [
+        call(OURS, 0.25, 0.5),
+        call(f"{OURS}, deterministic", 0.25, 0.8),
+        call("theirs", 1.5, 4),
+        CALL | {"implementation": "none", "status": "refused"},
+        call(OURS, 9, 9),
+        call(FUSED, 0.02, 0.03),
+        call(COMPOSED, 0.04, 0.06),
+    ],
+    "step.json": [
+        STEP
+        | {"who": "triton-detr", "step_ms": {"median": 151.6}, "images_per_s": 13.19, "peak_gib": 6.54}
+        | {"largest_batch": {"24": 7, "80": 27}, "largest_batch_found": {"80": 28}},
+        STEP | {"who": "other", "overrides": [], "step_ms": {"median": 303.2}, "images_per_s": 6.6},
+    ],
+    "inference.json": [
+        INFERENCE | {"contender": "eager", "wall_ms_p50": 21.26},
+        INFERENCE | {"contender": "graph", "status": "failed"},
+    ],
     "scaling.json": {"environment": ENVIRONMENT, "gpus": 2, "speed_up": 1.934},
     "parity/results.json": {
         "verdict": "PASS",
-        "levels": [{"level": "op", "verdict": "PASS"}],
-        "manifest": {"environment": ENVIRONMENT},
+        "levels": [{"level": "op", "verdict": "PASS"}, {"level": "model", "verdict": "PASS"}],
+        "manifest": {
+            "op": "triton",
+            "against": "reference",
+            "precision": "bf16-mixed",
+            "preset": "full",
+            "environment": ENVIRONMENT,
+        },
     },
-    "run.json": {
-        "steps": 70,
-        "img_per_s_median": 3.0,
-        "validation": {"val/AP": 0.123, "val/AP50": 0.456},
-        "manifest": {"environment": ENVIRONMENT},
-    },
+    "run.json": RUN,
+    "by_heart.json": RUN
+    | {"validation": {}, "peak_memory_mib": float("nan")}
+    | {"manifest": {"environment": ENVIRONMENT, "config": {"data": PATHS | SAME}}},
     "other.json": {"rows": []},
 }
-TABLE = re.sub(
-    "@(.*)@",
-    r"[\1](results/\1)",
-    """\
-| measured | result | machine | file |
-| --- | --- | --- | --- |
-| op, encoder, batch 4, bf16: forward + backward, ms | ours 0.25 + 0.5; theirs 1.5 + 4 | M | @op.json@ |
-| parity | **PASS** (op PASS) | M | @parity/results.json@ |
-| training, `python train.py a=b` | AP 12.3, AP50 45.6 after 70 steps | M | @run.json@ |
-| training on 2 GPUs | 1.93 times one GPU | M | @scaling.json@ |
-| training step, ours, batch 2 of 800 x 1333 (`precision=bf16`) | 152 ms, 13.2 images/s | M | @step.json@ |\
-""".replace("| M |", "| NVIDIA X1, 0123456 |"),
-)
+ROWS = [
+    "| triton, reference | bf16-mixed, full | **PASS** | op PASS, model PASS | M | @parity/results.json@ |",
+    "| encoder, batch 4, bf16 | 0.250 + 0.500 | "
+    "ours, deterministic 0.250 + 0.800 (1.4 x); theirs 1.50 + 4.00 (7.3 x); none refused | M | @op.json@ |",
+    "| encoder, batch 4, bf16, from offsets and logits | 0.0200 + 0.0300 | "
+    "softmax + locations + msda_op triton 0.0400 + 0.0600 (2 x) | M | @op.json@ |",
+    "| triton-detr | `precision=bf16` | 2 of 800 x 1333 | 152 | 13.2 | 6.5 GiB | "
+    "about 7 in 24 GiB, 28 in 80 GiB | M | @step.json@ |",
+    "| other | as given | 2 of 800 x 1333 | 303 | 6.6 |  |  | M | @step.json@ |",
+    "| dino, bf16 | 1 of 800 x 1333 | eager 21.3, graph failed | M | @inference.json@ |",
+    "| `a=b` | the 32 images trained on |  |  | 70 | 1.6 min | 3.0 |  | M | @by_heart.json@ |",
+    "| `a=b` | other images | 12.3 | 45.6 | 70 | 1.6 min | 3.0 | 2.0 GiB | M | @run.json@ |",
+    "| 2 | 1.93 | M | @scaling.json@ |",
+]
+ROWS = [re.sub("@(.*)@", r"[\1](results/\1)", row.replace("| M |", f"| {MACHINE} |")) for row in ROWS]
 
 
 @pytest.fixture
@@ -67,22 +99,35 @@ def results(tmp_path):
     for name, content in FILES.items():
         path = tmp_path / "results" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content))
+        rows = isinstance(content, list)
+        path.write_text(json.dumps({"environment": ENVIRONMENT, "rows": content} if rows else content))
     return tmp_path / "results"
 
 
 def test_every_kind_of_file_makes_its_rows(results, capsys):
-    assert make_table(results) == TABLE
+    tables = make_tables(results).split("\n\n")
+    assert [table.split("**")[1] for table in tables[::2]] == [f"{section.title}." for section in SECTIONS]
+    lines = [table.splitlines() for table in tables[1::2]]
+    assert [row for _, _, *rows in lines for row in rows] == ROWS
+    assert all(len({line.count(" | ") for line in table}) == 1 for table in lines)
     assert "other.json: no figure" in capsys.readouterr().out
 
 
-def test_the_table_stands_between_its_markers(results, tmp_path, capsys):
+def test_what_is_said_of_the_op_is_so():
+    assert own_implementations()[0].name == OURS
+    assert tuple(peer.name for peer in fused_implementations(torch.empty(0))) == (FUSED, COMPOSED)
+    assert f"{PRESETS['encoder'].num_queries:,}" in OP.note
+    assert f"{PRESETS['dino'].num_queries:,}" in OP.note
+    assert f"`decoder` {PRESETS['decoder'].num_queries} queries" in OP.note
+
+
+def test_the_tables_stand_between_their_markers(results, tmp_path, capsys):
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     arguments = ["--readme", str(readme), "--results", str(results)]
     assert main([*arguments, "--check"]) == 1
     assert main(arguments) == 0
-    assert readme.read_text() == f"before\n{BEGIN}\n{TABLE}\n{END}\nafter\n"
+    assert readme.read_text() == f"before\n{BEGIN}\n{make_tables(results)}\n{END}\nafter\n"
     assert main([*arguments, "--check"]) == 0
     (results / "op.json").write_text("{")
     assert main(arguments) == 1
@@ -92,7 +137,7 @@ def test_the_table_stands_between_its_markers(results, tmp_path, capsys):
 
 
 def test_without_results_a_sentence_says_how_to_measure(tmp_path):
-    assert make_table(tmp_path) == NOTHING
+    assert make_tables(tmp_path) == NOTHING
 
 
 def test_the_readme_has_the_markers():
