@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,16 @@ from parity.training import autocast_dtype, set_flags
 
 PHASES = ("forward", "loss", "backward", "update")
 SWITCHES = {
-    "cuda_graphs": "cuda_graphs=false",
-    "compile": "compile=false",
-    "fused_norm": "model.transformer.fused_norm=false",
-    "op.fused": "op.fused=false",
-    "fold_norms": "backbone.fold_norms=false",
-    "channels_last": "precision.channels_last=false",
-    "fused_optimizer": "precision.fused_optimizer=false",
+    "cuda_graphs": ("cuda_graphs=false",),
+    "compile": ("compile=false",),
+    "fused_norm": ("model.transformer.fused_norm=false",),
+    "op.fused": ("op.fused=false",),
+    "backbone.fused_norm": ("backbone.fused_norm=false",),
+    "fold_norms": ("backbone.fused_norm=false", "backbone.fold_norms=false"),
+    "channels_last": ("precision.channels_last=false",),
+    "fused_optimizer": ("precision.fused_optimizer=false",),
 }
-"""What makes a step fast, by name, and the override that turns it off."""
+"""What makes a step fast, by name, and the overrides that turn it off. Norms are folded where they are not fused."""
 CHECKPOINTING = ("cuda_graphs=false", "model.transformer.gradient_checkpointing=true")
 """What saves memory at the price of a second forward pass of every layer."""
 Samples = tuple[list[float], list[dict[str, float]]]
@@ -145,7 +147,7 @@ def list_variants(switches: bool, checkpointing: bool) -> list[tuple[str, ...]]:
         checkpointing: whether to have a row with gradient checkpointing.
     """
     off = list(SWITCHES.values()) if switches else []
-    without = [*((override,) for override in off), *([tuple(off)] if off else [])]
+    without = [*off, *([tuple(dict.fromkeys(chain(*off)))] if off else [])]
     return [(), *without, *([CHECKPOINTING] if checkpointing else [])]
 
 

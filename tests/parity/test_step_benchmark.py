@@ -59,14 +59,19 @@ def test_one_image_may_be_crowded() -> None:
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_every_switch_changes_a_setting(switch: str) -> None:
     on = (*CASE.overrides, "precision=bf16", "cuda_graphs=true", "compile=true")
-    configs = [compose_case(StepCase(overrides, 2, 96, 128, 3)) for overrides in (on, (*on, SWITCHES[switch]))]
+    configs = [compose_case(StepCase(overrides, 2, 96, 128, 3)) for overrides in (on, (*on, *SWITCHES[switch]))]
     assert configs[0] != configs[1]
 
 
 def test_rows_without_each_switch_and_with_checkpointing() -> None:
     assert list_variants(switches=False, checkpointing=False) == [()]
     *others, last = list_variants(switches=True, checkpointing=True)
-    assert others == [(), *((override,) for override in SWITCHES.values()), tuple(SWITCHES.values())]
+    plain, *without, without_all = others
+    assert plain == ()
+    assert without == list(SWITCHES.values())
+    assert set(without_all) == {override for overrides in without for override in overrides}
+    keys = [override.split("=")[0] for override in without_all]
+    assert len(keys) == len(set(keys))
     plain, saving = (compose_case(StepCase((*CASE.overrides, *extra), 2, 96, 128, 3)) for extra in ((), last))
     assert not plain.model.transformer.gradient_checkpointing
     assert saving.model.transformer.gradient_checkpointing
