@@ -36,6 +36,9 @@ FILES = {
 }
 """What a run may leave in its folder, in the order in which a person wants it."""
 
+RESUMING = ("ckpt_path=", "trainer.max_epochs=", "trainer.max_steps=")
+"""Words of a command that the one that trains on has anew."""
+
 
 class RunPanels(Callback):
     """Prints what runs and where it goes; after the first log window how long it will take; at the end what came out.
@@ -61,15 +64,15 @@ class RunPanels(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints the first panel."""
         self._began = time.perf_counter()
-        epochs = "" if trainer.max_epochs in (None, -1) else f"{trainer.max_epochs} epochs, "
+        epochs = "" if trainer.max_epochs in (None, -1) else f"{_counted(trainer.max_epochs, 'epoch')}, "
         steps = trainer.estimated_stepping_batches
         rows = {
-            "training": f"{_count(trainer.train_dataloader)} images an epoch, {epochs}{steps} steps",
+            "training": f"{_count(trainer.train_dataloader)} images an epoch, {epochs}{_counted(steps, 'step')}",
             "batch": _batch(trainer, trainer.train_dataloader.batch_size),  # type: ignore[union-attr]  # set by now
             "validation": f"{_count(trainer.val_dataloaders)} images",
         }
         if trainer.global_step:
-            rows["resumed"] = f"at step {trainer.global_step}, epoch {trainer.current_epoch}"
+            rows["resumed"] = f"after {_counted(trainer.global_step, 'step')}"
         _print_panel("training", {**self._describe(trainer, pl_module), **rows, "run folder": _shown(self.run_dir)})
 
     @rank_zero_only
@@ -125,7 +128,9 @@ class RunPanels(Callback):
         parameters = sum(parameter.numel() for parameter in pl_module.parameters())
         trainable = sum(parameter.numel() for parameter in pl_module.parameters() if parameter.requires_grad)
         device = pl_module.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+        name = (
+            torch.cuda.get_device_name(device) if device.type == "cuda" else _counted(torch.get_num_threads(), "thread")
+        )
         op = self.op
         if op == "auto":
             op = f"auto: {msda_op.choose_backend(device, torch.float32)}"
@@ -146,10 +151,11 @@ class RunPanels(Callback):
             return []
         epochs = trainer.max_epochs or -1
         more = f"trainer.max_epochs={2 * epochs}" if epochs > 0 else f"trainer.max_steps={2 * trainer.max_steps}"
+        again = " ".join(word for word in running_command().split(" ") if not word.startswith(RESUMING))
         return [
             f"predict:   python -m scripts.predict IMAGES --model {_shown(shown)}",
             f"export:    python -m scripts.export ckpt={_shown(shown)} format=onnx out=detector",
-            f"train on:  {running_command()} ckpt_path={_shown(last)} {more}",
+            f"train on:  {again} ckpt_path={_shown(last)} {more}",
         ]
 
     def _files(self) -> dict[str, str]:
@@ -192,6 +198,11 @@ def _batch(trainer: Trainer, size: int) -> str:
 def _count(loader: Any) -> int:
     """Images of a loader, 0 without one."""
     return 0 if loader is None else len(loader.dataset)
+
+
+def _counted(number: float, noun: str) -> str:
+    """A number of things."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _duration(seconds: float) -> str:

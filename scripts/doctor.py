@@ -75,7 +75,10 @@ def show(splits: dict[str, Findings]) -> None:
     """Prints the findings."""
     console = Console()
     for name, findings in splits.items():
-        table = Table("kind", "count", "training", "first examples", title=f"{name}: {len(findings.faults)} kinds")
+        if not findings.faults:
+            console.print(f"{name}: nothing found")
+            continue
+        table = Table("kind", "count", "training", "first examples", title=f"{name}: what was found")
         for fault in findings.as_json():
             action = f"[{COLOURS[fault['severity']]}]{fault['severity']}[/]: {fault['action']}"
             table.add_row(fault["kind"], str(fault["count"]), action, "\n".join(fault["examples"]))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from models.panels import RunPanels, _duration, _shown
+from models.panels import RunPanels, _counted, _duration, _shown
 
 
 class Stepping(pl.LightningModule):
@@ -55,6 +55,8 @@ def test_a_training_is_described_estimated_and_summed_up(tmp_path, monkeypatch, 
         path = tmp_path / "run" / "checkpoints" / f"{name}.ckpt"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
+    given = "python train.py trainer.max_epochs=2 ckpt_path=old.ckpt a=b"
+    monkeypatch.setattr("models.panels.running_command", lambda: given)
     words = " ".join(run(tmp_path, monkeypatch, capsys, accumulate_grad_batches=2).split())
     for expected in (
         "model Linear on resnet18",
@@ -72,7 +74,7 @@ def test_a_training_is_described_estimated_and_summed_up(tmp_path, monkeypatch, 
         "checkpoints/best.ckpt weights of the best AP",
         "predict: python -m scripts.predict IMAGES --model run/checkpoints/best.ckpt",
         "export: python -m scripts.export ckpt=run/checkpoints/best.ckpt format=onnx out=detector",
-        "ckpt_path=run/checkpoints/last.ckpt trainer.max_epochs=4",
+        "train on: python train.py a=b ckpt_path=run/checkpoints/last.ckpt trainer.max_epochs=4",
     ):
         assert expected in words
     assert words.count("of training to go") == 1
@@ -97,6 +99,10 @@ def test_other_processes_are_silent(tmp_path, monkeypatch, capsys):
 )
 def test_times_in_words(seconds, words):
     assert _duration(seconds) == words
+
+
+def test_one_thing_is_no_plural():
+    assert (_counted(1, "epoch"), _counted(0, "step"), _counted(2, "thread")) == ("1 epoch", "0 steps", "2 threads")
 
 
 def test_paths_are_relative_where_they_can_be():

@@ -2,8 +2,9 @@ import json
 
 import pytest
 
+from coco.doctor import Findings
 from coco.synthetic import SyntheticSpec, write_synthetic_dataset
-from scripts.doctor import main
+from scripts.doctor import main, show
 
 
 @pytest.fixture
@@ -26,6 +27,15 @@ def test_the_exit_status_says_whether_training_takes_the_data(folder, tmp_path, 
     capsys.readouterr()
     assert main(words(folder)) == 1
     assert "missing image file" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_data_without_faults_gets_a_line_and_no_table(capsys):
+    faulty = Findings()
+    faulty.add("missing image file", "a.jpg")
+    show({"train": Findings(), "val": faulty})
+    first, second, *_ = (line.strip() for line in capsys.readouterr().out.splitlines())
+    assert first == "train: nothing found"
+    assert second == "val: what was found"
 
 
 def test_absent_data_is_told_in_a_line(tmp_path, capsys):
