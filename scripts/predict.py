@@ -7,8 +7,8 @@
 
 SOURCE is an image, a folder (searched with its subfolders for files that end like images) or a glob pattern in quotes.
 MODEL is an artefact of `scripts.export` or a checkpoint of `train.py`. The output folder gets `detections.json`, COCO's
-results format with each image's file name added, and `pictures/` with labelled boxes. A camera's orientation tag (EXIF)
-is applied. A file that cannot be read is named and skipped.
+results format with each image's file name added, and `pictures/` with labelled boxes under the images' names.
+A camera's orientation tag (EXIF) is applied. A file that cannot be read is named and skipped.
 
 Exit status: 0, or 1 where a file was skipped, nothing was found to read, or the model could not be loaded.
 """
@@ -16,6 +16,7 @@ Exit status: 0, or 1 where a file was skipped, nothing was found to read, or the
 import argparse
 import glob
 import json
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ import msda_op
 from coco.annotations import Category, read_annotations
 from coco.callbacks import LOGGED_METRICS
 from coco.drawing import DrawnBox, draw_boxes
-from coco.evaluator import CocoEvaluator
+from coco.evaluator import CocoEvaluator, ImageDetections
 from coco.images import RGB, read_image_rgb
 from coco.transforms import evaluation_transform
 from models.environment import silence_dependencies
@@ -103,6 +104,40 @@ class ImageFiles(Dataset[LoadedImage]):
         return LoadedImage(path, pixels, resized.as_subclass(Tensor))
 
 
+class Painter:
+    """Draws boxes into pictures, JPEG files under the names of the images.
+
+    The folders of the images are kept from the deepest one on that holds all of them, so that no picture takes the
+    place of another.
+
+    Args:
+        folder: Where the pictures go.
+        paths: All images.
+        names: Of the classes.
+        min_score: Lowest score of a box that is drawn.
+    """
+
+    def __init__(self, folder: Path, paths: Sequence[Path], names: Sequence[str], min_score: float) -> None:
+        self._folder = folder
+        self._root = os.path.commonpath([path.parent for path in paths])
+        self._names = names
+        self._min_score = min_score
+
+    def __call__(self, image: LoadedImage, found: ImageDetections) -> None:
+        """Draws the picture of an image."""
+        rows = zip(found.scores.tolist(), found.labels.tolist(), found.boxes_xyxy.tolist(), strict=True)
+        boxes = [
+            DrawnBox(tuple(box), label, f"{self._names[label]} {score:.2f}")
+            for score, label, box in rows
+            if score >= self._min_score
+        ]
+        target = self._folder / image.path.relative_to(self._root)
+        if target.suffix.lower() not in (".jpg", ".jpeg"):
+            target = target.with_name(f"{target.name}.jpg")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draw_boxes(Image.fromarray(image.pixels), boxes).save(target, quality=92)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns the exit status."""
     options = build_parser().parse_args(arguments)
@@ -117,6 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"error: {error}", style="red")
         return 1
     skipped: list[Path] = []
+    names = [category["name"] for category in predictor.recipe.categories]
+    paint = None if options.no_pictures else Painter(options.out / PICTURES, paths, names, options.score)
 
     def skip(path: Path, reason: str) -> None:
         console.print(f"skipped {path}: {reason}", style="yellow")
@@ -130,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("images", total=len(paths))
         for batch in draw_batches(loader, predictor, skip):
-            predict_batch(batch, predictor, evaluator, entries, options, skip)
+            predict_batch(batch, predictor, evaluator, entries, paint, skip)
             progress.update(task, completed=len(evaluator.detections) + len(skipped))
         progress.update(task, completed=len(paths))
     file_names = {entry["id"]: str(path) for path, entry in entries.items()}
@@ -138,7 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / RESULTS).write_text(json.dumps(rows) + "\n")
     done = len(evaluator.detections)
-    console.print(f"{done} images, {len(skipped)} skipped; detections in {options.out / RESULTS}")
+    pictures = "" if paint is None or not done else f", pictures in {options.out / PICTURES}"
+    console.print(f"{done} images, {len(skipped)} skipped; detections in {options.out / RESULTS}{pictures}")
     if options.annotations is not None and done:
         metrics = evaluator.evaluate().metrics
         print("  ".join(f"{name} {100 * metrics[name]:.2f}" for name in LOGGED_METRICS))
@@ -259,7 +297,7 @@ def predict_batch(
     predictor: Predictor,
     evaluator: CocoEvaluator,
     entries: Mapping[Path, Mapping[str, Any]],
-    options: argparse.Namespace,
+    paint: Painter | None,
     skip: Skip,
 ) -> None:
     """Detects, collects, and draws the pictures; a batch that the detector refuses is skipped."""
@@ -271,27 +309,9 @@ def predict_batch(
         for image in batch:
             skip(image.path, str(error))
         return
-    if options.no_pictures:
-        return
-    names = [category["name"] for category in predictor.recipe.categories]
-    for image, image_id in zip(batch, ids, strict=True):
-        found = evaluator.detections[image_id]
-        rows = zip(found.scores.tolist(), found.labels.tolist(), found.boxes_xyxy.tolist(), strict=True)
-        boxes = [
-            DrawnBox(tuple(box), label, f"{names[label]} {score:.2f}")
-            for score, label, box in rows
-            if score >= options.score
-        ]
-        target = picture_path(image.path, options)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        draw_boxes(Image.fromarray(image.pixels), boxes).save(target, quality=92)
-
-
-def picture_path(path: Path, options: argparse.Namespace) -> Path:
-    """Returns the file of a picture: the image's name, its folders below SOURCE kept."""
-    root = Path(options.source)
-    relative = path.relative_to(root) if root.is_dir() else Path(path.name)
-    return options.out / PICTURES / relative.with_name(f"{relative.name}.jpg")
+    if paint is not None:
+        for image, image_id in zip(batch, ids, strict=True):
+            paint(image, evaluator.detections[image_id])
 
 
 if __name__ == "__main__":

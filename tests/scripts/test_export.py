@@ -120,10 +120,22 @@ def test_a_folder_of_photos(predict, photos):
     assert {row["file_name"] for row in rows} == {str(photos / "plain.png"), str(photos / "more" / "turned.jpg")}
     assert {row["image_id"] for row in rows} == {1, 2}
     assert rows[0].keys() == {"image_id", "category_id", "bbox", "score", "file_name"}
-    with Image.open(photos / "out" / "pictures" / "more" / "turned.jpg.jpg") as picture:
+    assert f"pictures in {photos / 'out' / 'pictures'}" in messages
+    with Image.open(photos / "out" / "pictures" / "more" / "turned.jpg") as picture:
         assert picture.size == (240, 360), "turned upright"
     with Image.open(photos / "out" / "pictures" / "plain.png.jpg") as picture:
         assert picture.size == (360, 240)
+
+
+def test_pictures_of_equal_names_do_not_take_the_place_of_each_other(predict, photos):
+    for name in ("a", "b"):
+        (photos / name).mkdir()
+        (photos / name / "same.JPG").hardlink_to(photos / "more" / "turned.jpg")
+    status, _, messages = predict(photos / "[ab]" / "*.JPG", "last.ckpt", "--out", photos / "out")
+    assert status == 0, messages
+    pictures = photos / "out" / "pictures"
+    found = {str(path.relative_to(pictures)) for path in pictures.rglob("*.*")}
+    assert found == {"a/same.JPG", "b/same.JPG"}
 
 
 def test_a_bad_file_is_named_skipped_and_told_by_the_exit_status(predict, photos):
