@@ -4,6 +4,7 @@ Importing this module imports Triton. Code that `torch.compile` sees composes th
 fuses by itself.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -105,10 +106,16 @@ def _terms(norm: FrozenBatchNorm2d | None, names: tuple[str, ...], prefix: str =
 def _launch(kernel: Any, arguments: dict[str, Any], tiled: Tensor) -> None:
     """Launches a program for each tile of a [B, C, H, W] tensor."""
     num_channels = tiled.shape[1]
-    num_rows = tiled.numel() // max(1, num_channels)
-    block_c = min(_TILE_CHANNELS, triton.next_power_of_2(num_channels))
-    block_r = _TILE_BYTES // (tiled.element_size() * block_c)
-    num_tiles = triton.cdiv(num_rows, block_r) * triton.cdiv(num_channels, block_c)
-    if num_tiles > 0:
-        sizes = {"num_rows": num_rows, "num_channels": num_channels, "BLOCK_R": block_r, "BLOCK_C": block_c}
+    if tiled.numel() > 0:
+        num_rows = tiled.numel() // num_channels
+        num_tiles, sizes = _tile(num_rows, num_channels, tiled.element_size())
         Launch(kernel, num_tiles, arguments | sizes, _NUM_WARPS).run(tiled)
+
+
+@lru_cache(maxsize=4096)  # Triton's arithmetic on the host takes longer than the rest of a launch
+def _tile(num_rows: int, num_channels: int, element_size: int) -> tuple[int, dict[str, int]]:
+    """Returns the number of tiles, and what a kernel needs to know of them, by the names of its arguments."""
+    block_c = min(_TILE_CHANNELS, triton.next_power_of_2(num_channels))
+    block_r = _TILE_BYTES // (element_size * block_c)
+    num_tiles = triton.cdiv(num_rows, block_r) * triton.cdiv(num_channels, block_c)
+    return num_tiles, {"num_rows": num_rows, "num_channels": num_channels, "BLOCK_R": block_r, "BLOCK_C": block_c}
