@@ -56,6 +56,7 @@ class RunPanels(Callback):
         self.op = op
         self.precision = precision
         self._began = 0.0
+        self._first_step = 0
         self._first_batch_ended: float | None = None
         self._batches = 0
         self._has_estimated = False
@@ -63,7 +64,7 @@ class RunPanels(Callback):
     @rank_zero_only
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints the first panel."""
-        self._began = time.perf_counter()
+        self._began, self._first_step = time.perf_counter(), trainer.global_step
         epochs = "" if trainer.max_epochs in (None, -1) else f"{_counted(trainer.max_epochs, 'epoch')}, "
         steps = trainer.estimated_stepping_batches
         rows = {
@@ -108,7 +109,7 @@ class RunPanels(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints the last panel: AP, files, and what to type next."""
         rows = {
-            "steps": f"{trainer.global_step} in {_duration(time.perf_counter() - self._began)}",
+            "steps": self._describe_steps(trainer),
             **_speed(trainer, pl_module),
             **_scores(trainer),
             **self._files(),
@@ -141,6 +142,13 @@ class RunPanels(Callback):
             "precision": self.precision,
             "device": f"{trainer.world_size} x {device.type} ({name})",
         }
+
+    def _describe_steps(self, trainer: Trainer) -> str:
+        """How many steps, and of a resumed run how many of them here, in which time."""
+        time_taken = _duration(time.perf_counter() - self._began)
+        if self._first_step == 0:
+            return f"{trainer.global_step} in {time_taken}"
+        return f"{trainer.global_step}, {trainer.global_step - self._first_step} of them in {time_taken}"
 
     def _next_commands(self, trainer: Trainer) -> list[str]:
         """Commands that a person may want next."""

@@ -27,7 +27,7 @@ class Stepping(pl.LightningModule):
         self.log("val/APl", float("nan"))
 
 
-def run(tmp_path, monkeypatch, capsys, validate=False, **settings):
+def run(tmp_path, monkeypatch, capsys, validate=False, ckpt_path=None, **settings):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
     trainer = pl.Trainer(
@@ -46,7 +46,7 @@ def run(tmp_path, monkeypatch, capsys, validate=False, **settings):
     if validate:
         trainer.validate(Stepping(), loader, verbose=False)
     else:
-        trainer.fit(Stepping(), loader, DataLoader(torch.ones(4, 1)))
+        trainer.fit(Stepping(), loader, DataLoader(torch.ones(4, 1)), ckpt_path=ckpt_path)
     return capsys.readouterr().out
 
 
@@ -80,6 +80,17 @@ def test_a_training_is_described_estimated_and_summed_up(tmp_path, monkeypatch, 
     assert words.count("of training to go") == 1
     assert "APl" not in words
     assert "summary.json" not in words
+
+
+def test_a_resumed_training_counts_its_own_steps(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "half.ckpt"
+    settings = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(max_epochs=1, enable_checkpointing=False, **settings)
+    trainer.fit(Stepping(), DataLoader(torch.ones(12, 1), batch_size=2))
+    trainer.save_checkpoint(path)
+    words = " ".join(run(tmp_path, monkeypatch, capsys, ckpt_path=path).split())
+    assert "resumed after 6 steps" in words
+    assert "steps 12, 6 of them in" in words
 
 
 def test_a_validation_has_panels_of_its_own(tmp_path, monkeypatch, capsys):
