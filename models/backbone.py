@@ -122,10 +122,11 @@ class ResNetBackbone(nn.Module):
         with folding_norms(self.body) if folds else nullcontext(), casting_weights(self.body):
             convolution, norm, pool, *stages = self.body.children()
             features = pool(norm_relu(convolution(features), norm))
+            twice = (features, features)
             for key, stage in zip(STAGE_STRIDES, stages, strict=True):
-                features = stage(features)
+                twice = stage(twice)
                 if key in self.stages:
-                    outputs.append(features)
+                    outputs.append(twice[0])
         return outputs
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torchvision.ops import FrozenBatchNorm2d
 
-from models.layers.fused_frozen_norm import frozen_norm_relu
+from models.layers.fused_frozen_norm import frozen_norm_relu, frozen_norm_residual_relu
 from models.layers.fused_norm import residual_norm
 from msda_op.options import DEFAULT_OPTIONS, Options
 from msda_op.triton import launch
@@ -171,16 +171,20 @@ def _frozen_norm_calls() -> Iterator[ShippedCall]:
     for dtype_name, dtype in DTYPES.items():
         x, residual = (_empty(_BATCH, channels, 50, 84, dtype=dtype).requires_grad_() for _ in range(2))
         norm = FrozenBatchNorm2d(channels).to("meta")
-        for words, more in {"": (None, None), " with residual": (residual, None), " of two": (residual, norm)}.items():
-            run = partial(_run_frozen_norm, x, norm, *more)
+        alone, added = partial(frozen_norm_relu, x, norm), partial(frozen_norm_residual_relu, x, norm, residual)
+        runs = {
+            "": partial(_differentiate, alone, (x,)),
+            " with residual": partial(_differentiate, partial(added, None), (x, residual)),
+            " of two": partial(_differentiate, partial(added, norm), (x, residual)),
+        }
+        for words, run in runs.items():
             yield ShippedCall(f"frozen norm {dtype_name}{words}", channels, True, run)
 
 
-def _run_frozen_norm(
-    x: Tensor, norm: FrozenBatchNorm2d, residual: Tensor | None, residual_norm: FrozenBatchNorm2d | None
-) -> None:
-    output = frozen_norm_relu(x, norm, residual, residual_norm)
-    torch.autograd.grad(output, [x] if residual is None else [x, residual], torch.empty_like(output))
+def _differentiate(function: Callable[[], Any], leaves: tuple[Tensor, ...]) -> None:
+    outputs = function()
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    torch.autograd.grad(outputs, leaves, [torch.empty_like(output) for output in outputs])
 
 
 def _ways_of_hopper(

@@ -26,26 +26,45 @@ _SCALE_TERMS = ("weight", "running_var", "eps")
 _TERMS = (*_SCALE_TERMS, "bias", "running_mean")
 
 
-def frozen_norm_relu(
-    x: Tensor, norm: FrozenBatchNorm2d, residual: Tensor | None, residual_norm: FrozenBatchNorm2d | None
-) -> Tensor:
-    """Normalises, adds and rectifies.
+def frozen_norm_relu(x: Tensor, norm: FrozenBatchNorm2d) -> Tensor:
+    """Normalises and rectifies.
 
-    output = max(0, n(x) + r(residual)), n(x) = (x - mean) / sqrt(variance + eps) * weight + bias  (arXiv 1502.03167,
-    algorithm 2; the sum: arXiv 1512.03385, equation 2), with r the residual's own norm, or the identity.
+    output = max(0, n(x)), n(x) = (x - mean) / sqrt(variance + eps) * weight + bias  (arXiv 1502.03167, algorithm 2)
 
     Args:
         x: float32, float16 or bfloat16 [B, C, H, W].
         norm: of x; no gradient reaches it.
-        residual: the same shape, any of these dtypes; None adds nothing.
-        residual_norm: of the residual; None adds it as it is.
 
     Returns:
         x's dtype [B, C, H, W], channels last in memory, as gradients are.
 
     Notes:
-        Differentiable once in x and residual. Deterministic. Float32 inside. Inputs in another memory format than
-        channels last are copied.
+        Differentiable once in x. Deterministic. Float32 inside. Tensors in another memory format than channels last are
+        copied.
+    """
+    return _FrozenNormRelu.apply(x, norm, None, None)
+
+
+def frozen_norm_residual_relu(
+    x: Tensor, norm: FrozenBatchNorm2d, residual: Tensor, residual_norm: FrozenBatchNorm2d | None
+) -> tuple[Tensor, Tensor]:
+    """Normalises, adds and rectifies.
+
+    output = max(0, n(x) + r(residual))  (arXiv 1512.03385, equation 2), with n the norm as in `frozen_norm_relu` and r
+    the residual's own norm, or the identity.
+
+    Args:
+        x: float32, float16 or bfloat16 [B, C, H, W].
+        norm: of x; no gradient reaches it.
+        residual: the same shape, any of these dtypes.
+        residual_norm: of the residual; None adds it as it is.
+
+    Returns:
+        The output twice, x's dtype [B, C, H, W], in the same memory, channels last: one for each of two readers, whose
+        gradients the backward kernel adds up, where autograd would write their sum first.
+
+    Notes:
+        As `frozen_norm_relu`; differentiable in the residual too.
     """
     return _FrozenNormRelu.apply(x, norm, residual, residual_norm)
 
@@ -58,7 +77,7 @@ class _FrozenNormRelu(Function):
         norm: FrozenBatchNorm2d,
         residual: Tensor | None,
         residual_norm: FrozenBatchNorm2d | None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         x = _channels_last(x)
         output = torch.empty_like(x)
         arguments = {
@@ -69,21 +88,23 @@ class _FrozenNormRelu(Function):
             **_terms(residual_norm, _TERMS, "residual_"),
         }
         _launch(forward_kernel, arguments, x)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(output)
         ctx.norms = norm, residual_norm
         ctx.residual_dtype = None if residual is None else residual.dtype
-        return output
+        return output if residual is None else (output, output.view_as(output))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         (output,) = ctx.saved_tensors
         norm, residual_norm = ctx.norms
-        grad_output = _channels_last(grad_output)
+        grad_output, *others = (_channels_last(gradient) for gradient in gradients if gradient is not None)
         grad_x = torch.empty_like(grad_output) if ctx.needs_input_grad[0] else None
         grad_residual = torch.empty_like(grad_output, dtype=ctx.residual_dtype) if ctx.needs_input_grad[2] else None
         arguments = {
             "grad_output": grad_output,
+            "second_grad_output": others[0] if others else None,
             "output": output,
             "grad_x": grad_x,
             "grad_residual": grad_residual,

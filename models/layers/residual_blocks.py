@@ -1,4 +1,8 @@
-"""Residual blocks of a ResNet whose norms take the ReLU and the sum behind them along."""
+"""Residual blocks of a ResNet whose norms take the ReLU and the sum behind them along.
+
+A block hands its output to the next one twice, for its convolutions and for its shortcut: a kernel that has made it
+gets two gradients then, and adds them up itself.
+"""
 
 import torch
 import torchvision.models.resnet
@@ -8,50 +12,68 @@ from models.layers.frozen_norm import FoldedBatchNorm2d
 
 
 class BasicBlock(torchvision.models.resnet.BasicBlock):
-    """Two 3x3 convolutions and a shortcut (arXiv 1512.03385, figure 5 left), by `norm_relu`."""
+    """Two 3x3 convolutions and a shortcut (arXiv 1512.03385, figure 5 left)."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps float [B, C, H, W] to the block's channels and stride."""
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Maps float [B, C, H, W], twice, to the block's channels and stride, twice."""
+        x, shortcut = inputs
         out = norm_relu(self.conv1(x), self.bn1)
-        return norm_relu(self.conv2(out), self.bn2, *_shortcut(x, self.downsample))
+        return norm_residual_relu(self.conv2(out), self.bn2, *_project(shortcut, self.downsample))
 
 
 class Bottleneck(torchvision.models.resnet.Bottleneck):
-    """1x1, 3x3 and 1x1 convolutions and a shortcut (arXiv 1512.03385, figure 5 right), by `norm_relu`."""
+    """1x1, 3x3 and 1x1 convolutions and a shortcut (arXiv 1512.03385, figure 5 right)."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps float [B, C, H, W] to the block's channels and stride."""
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Maps float [B, C, H, W], twice, to the block's channels and stride, twice."""
+        x, shortcut = inputs
         out = norm_relu(self.conv1(x), self.bn1)
         out = norm_relu(self.conv2(out), self.bn2)
-        return norm_relu(self.conv3(out), self.bn3, *_shortcut(x, self.downsample))
+        return norm_residual_relu(self.conv3(out), self.bn3, *_project(shortcut, self.downsample))
 
 
-def norm_relu(
-    x: Tensor, norm: nn.Module, residual: Tensor | None = None, residual_norm: nn.Module | None = None
-) -> Tensor:
-    """Computes ReLU(norm(x) + residual_norm(residual)).
+def norm_relu(x: Tensor, norm: nn.Module) -> Tensor:
+    """Computes ReLU(norm(x)).
 
-    Norms that are `FoldedBatchNorm2d`, `fused` and not folded become one kernel with the rest where `can_fuse` says so.
-    Elsewhere the same is composed of PyTorch's functions.
+    A norm that is `FoldedBatchNorm2d`, `fused` and not folded becomes one kernel with the rest where `can_fuse` says
+    so; elsewhere the same is composed of PyTorch's functions.
 
     Args:
         x: float [B, C, H, W], the result of a convolution, which may be overwritten.
         norm: any module of such tensors.
-        residual: what is added, the same shape; None adds nothing.
-        residual_norm: of the residual; None adds it as it is.
 
     Returns:
         float [B, C, H, W].
     """
-    if isinstance(norm, FoldedBatchNorm2d) and norm.fused and not norm.folded and can_fuse(x):
+    if _fuses(x, norm):
         from models.layers.fused_frozen_norm import frozen_norm_relu  # Triton, which is not installed everywhere
 
-        assert residual_norm is None or isinstance(residual_norm, FoldedBatchNorm2d)
-        return frozen_norm_relu(x, norm, residual, residual_norm)
+        return frozen_norm_relu(x, norm)
+    return torch.relu_(norm(x))
+
+
+def norm_residual_relu(
+    x: Tensor, norm: nn.Module, residual: Tensor, residual_norm: nn.Module | None
+) -> tuple[Tensor, Tensor]:
+    """Computes ReLU(norm(x) + residual_norm(residual)), by one kernel where `norm_relu` is one.
+
+    Args:
+        x: float [B, C, H, W], the result of a convolution, which may be overwritten.
+        norm: of x.
+        residual: the same shape.
+        residual_norm: of the residual, of the kind of the other norm; None adds it as it is.
+
+    Returns:
+        float [B, C, H, W], twice.
+    """
+    if _fuses(x, norm):
+        from models.layers.fused_frozen_norm import frozen_norm_residual_relu
+
+        return frozen_norm_residual_relu(x, norm, residual, residual_norm)
     out = norm(x)
-    if residual is not None:
-        out += residual if residual_norm is None else residual_norm(residual)
-    return torch.relu_(out)
+    out += residual if residual_norm is None else residual_norm(residual)
+    out = torch.relu_(out)
+    return out, out
 
 
 def can_fuse(x: Tensor) -> bool:
@@ -59,9 +81,13 @@ def can_fuse(x: Tensor) -> bool:
     return x.is_cuda and x.dtype != torch.float64 and not torch.compiler.is_compiling()
 
 
-def _shortcut(x: Tensor, downsample: nn.Module | None) -> tuple[Tensor, nn.Module | None]:
+def _fuses(x: Tensor, norm: nn.Module) -> bool:
+    return isinstance(norm, FoldedBatchNorm2d) and norm.fused and not norm.folded and can_fuse(x)
+
+
+def _project(shortcut: Tensor, downsample: nn.Module | None) -> tuple[Tensor, nn.Module | None]:
     """Returns what a block adds, and the norm that it lacks."""
     if downsample is None:
-        return x, None
+        return shortcut, None
     convolution, norm = downsample.children()
-    return convolution(x), norm
+    return convolution(shortcut), norm

@@ -94,8 +94,9 @@ def test_fused_frozen_norms_agree_with_plain_ones(
     fused_frozen_norm = pytest.importorskip("models.layers.fused_frozen_norm")
     for module in ("models.backbone", "models.layers.residual_blocks"):
         monkeypatch.setattr(f"{module}.can_fuse", lambda x: True)  # Triton's interpreter runs the kernels on a CPU
-    fuse, calls = fused_frozen_norm.frozen_norm_relu, []
-    monkeypatch.setattr(fused_frozen_norm, "frozen_norm_relu", lambda *inputs: calls.append(1) or fuse(*inputs))
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    run, calls = fused_frozen_norm._FrozenNormRelu.apply, []
+    monkeypatch.setattr(fused_frozen_norm._FrozenNormRelu, "apply", lambda *inputs: calls.append(1) or run(*inputs))
     torch.manual_seed(0)
     plain = build(name=name, norm="frozen", fold_norms=False, fused_norm=False)
     for key, buffer in plain.named_buffers():

@@ -6,12 +6,12 @@ from torch import Tensor
 from torchvision.ops import FrozenBatchNorm2d
 
 from models.layers.frozen_norm import FoldedBatchNorm2d
-from models.layers.residual_blocks import norm_relu
+from models.layers.residual_blocks import norm_relu, norm_residual_relu
 from parity.tolerances import GRADIENT, OUTPUT
 
 pytest.importorskip("triton")
 
-from models.layers.fused_frozen_norm import frozen_norm_relu
+from models.layers.fused_frozen_norm import frozen_norm_relu, frozen_norm_residual_relu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(2, 64, 3, 5), (1, 20, 4, 3), (3, 5, 1, 1), (1, 192, 13, 11)]
@@ -54,8 +54,10 @@ def differentiate(function: Callable[[Tensor, Tensor], Tensor], tensors: list[Te
 
 
 def fuse(norms: list[FoldedBatchNorm2d], kind: str) -> Callable[[Tensor, Tensor], Tensor]:
+    if kind == "none":
+        return lambda x, residual: frozen_norm_relu(x, norms[0])
     second = norms[1] if kind == "normalised" else None
-    return lambda x, residual: frozen_norm_relu(x, norms[0], None if kind == "none" else residual, second)
+    return lambda x, residual: frozen_norm_residual_relu(x, norms[0], residual, second)[0]
 
 
 def compose(norms: list[FoldedBatchNorm2d], kind: str, kept: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
@@ -115,6 +117,22 @@ def test_only_the_gradients_asked_for_are_written() -> None:
     assert not fuse(norms, "normalised")(x, residual).requires_grad
 
 
+@pytest.mark.parametrize("kind", ["plain", "normalised"])
+def test_gradients_of_two_readers_are_added(kind: str) -> None:
+    norms = [make_norm(20, seed) for seed in (1, 2)]
+    *tensors, upstream = make_inputs((2, 20, 3, 5), torch.float32, torch.float32)
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    outputs = frozen_norm_residual_relu(leaves[0], norms[0], leaves[1], norms[1] if kind == "normalised" else None)
+    assert outputs[0].data_ptr() == outputs[1].data_ptr()
+    other = torch.flip(upstream, (0,))
+    both = torch.autograd.grad(outputs, leaves, (upstream, other), retain_graph=True)
+    summed = torch.autograd.grad(outputs[1], leaves, upstream + other, retain_graph=True)
+    alone = torch.autograd.grad(outputs[0], leaves, upstream)
+    for one, expected, different in zip(both, summed, alone, strict=True):
+        assert torch.equal(one, expected)
+        assert not torch.equal(one, different)
+
+
 def test_a_residual_of_another_dtype_has_a_gradient_of_its_own() -> None:
     norms = [make_norm(8, seed) for seed in (1, 2)]
     tensors = make_inputs((2, 8, 3, 2), torch.bfloat16, torch.float32)
@@ -170,7 +188,15 @@ def test_norm_relu_fuses_on_a_gpu_what_may_be_fused(fused: bool, folded: bool) -
     norm = make_norm(64, 1)
     norm.fused, norm.folded = fused, folded
     x, residual, _ = make_inputs((2, 64, 5, 7), torch.float32, torch.float32)
-    output = norm_relu(x.clone().requires_grad_() * 1, norm, residual)
-    assert type(output.grad_fn).__name__ == ("_FrozenNormReluBackward" if fused and not folded else "ReluBackward0")
-    expected = torch.relu((x if folded else FrozenBatchNorm2d.forward(norm, x)) + residual)
-    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+    for added in (None, residual):
+        features = x.clone().requires_grad_() * 1
+        if added is None:
+            output = norm_relu(features, norm)
+        else:
+            output, again = norm_residual_relu(features, norm, added, None)
+            assert torch.equal(output, again)
+        name = "_FrozenNormReluBackward" if fused and not folded else "ReluBackward0"
+        assert type(output.grad_fn).__name__ == name
+        normalised = x if folded else FrozenBatchNorm2d.forward(norm, x)
+        expected = torch.relu(normalised if added is None else normalised + added)
+        torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
