@@ -1,9 +1,13 @@
 """The op as users call it: check the arguments, choose the backend openly, call it."""
 
+from collections.abc import Hashable
+from typing import Any
+
 from torch import Tensor
 
 from msda_op import compat
 from msda_op.backends import resolve_backend
+from msda_op.call_memory import describe_call, recall
 from msda_op.levels import LevelStarts, SpatialShapes, device_tables, may_be_thin, read_shapes
 from msda_op.locations import sampling_locations_from_offsets
 from msda_op.options import Options, value_as_blnc
@@ -67,22 +71,26 @@ def ms_deform_attn(
         forward pass of many samples whose value needs a gradient keeps tables of about 1 MiB (at the size of an
         encoder, see `msda_op.triton.launch.counting_forward`) until the backward pass.
     """
-    options = Options(padding_mode, align_corners, value_layout, sampling_locations_layout)
+    in_order = is_deterministic(deterministic)
+    tensors, tables = (value, sampling_locations, attention_weights), (spatial_shapes, level_start_index)
+    conventions = (padding_mode, align_corners, value_layout, sampling_locations_layout)
+    call = describe_call(tensors, tables, (*conventions, fp32_grad_accum, in_order, backend))
+    known = recall(call)
+    if known is not None:
+        return known(value, tables, sampling_locations, attention_weights)
+    options = Options(*conventions)
     validate_inputs(value, spatial_shapes, level_start_index, sampling_locations, attention_weights, options)
     chosen = resolve_backend(backend, value, options, deterministic)
     if chosen == "reference":
         shapes = read_shapes(spatial_shapes)
         check_level_table(shapes, value_as_blnc(value, value_layout).shape[1])
         return ms_deform_attn_reference(value, shapes, sampling_locations, attention_weights, options)
-    tables = device_tables(spatial_shapes, level_start_index, value.device)
     if chosen == "cuda":
-        return compat.original_ms_deform_attn(value, *tables, sampling_locations, attention_weights)
+        on_device = device_tables(*tables, value.device)
+        return compat.original_ms_deform_attn(value, *on_device, sampling_locations, attention_weights)
     check_sample_sizes(value=value, sampling_locations=sampling_locations)
-    from msda_op import registration  # Triton is not installed everywhere, and is imported where it is used
-
-    in_fp32, in_order = accumulates_in_fp32(value.dtype, fp32_grad_accum), is_deterministic(deterministic)
-    conventions = (may_be_thin(spatial_shapes), *options, in_fp32, in_order)
-    return registration.attend(value, *tables, sampling_locations, attention_weights, None, *conventions)
+    ways = (accumulates_in_fp32(value.dtype, fp32_grad_accum), in_order)
+    return _attend(value, tables, (sampling_locations, attention_weights, None), (*options, *ways), call)
 
 
 def fused_ms_deform_attn(
@@ -133,9 +141,16 @@ def fused_ms_deform_attn(
         Differentiable in value, reference points, offsets and logits, each in its dtype, and only where asked for;
         order, precision and waiting as in `ms_deform_attn`.
     """
-    options = Options(padding_mode, align_corners, value_layout)
     if attention_logits.dim() == 4 and sampling_offsets.dim() == 6:
         attention_logits = split_levels(attention_logits, sampling_offsets)
+    in_order = is_deterministic(deterministic)
+    samples, tables = (sampling_offsets, attention_logits, reference_points), (spatial_shapes, level_start_index)
+    choices = (padding_mode, align_corners, value_layout, fp32_grad_accum, in_order, backend)
+    call = describe_call((value, *samples), tables, choices)
+    known = recall(call)
+    if known is not None:
+        return known(value, tables, *samples)
+    options = Options(padding_mode, align_corners, value_layout)
     validate_fused_inputs(
         value, spatial_shapes, level_start_index, reference_points, sampling_offsets, attention_logits, options
     )
@@ -153,13 +168,25 @@ def fused_ms_deform_attn(
             deterministic=deterministic,
             backend=chosen,
         )
-    tables = device_tables(spatial_shapes, level_start_index, value.device)
     check_sample_sizes(value=value, sampling_offsets=sampling_offsets)
-    from msda_op import registration  # as above
+    ways = (accumulates_in_fp32(value.dtype, fp32_grad_accum), in_order)
+    return _attend(value, tables, samples, (*options, *ways), call)
 
-    in_fp32, in_order = accumulates_in_fp32(value.dtype, fp32_grad_accum), is_deterministic(deterministic)
-    conventions = (may_be_thin(spatial_shapes), *options, in_fp32, in_order)
-    return registration.attend(value, *tables, sampling_offsets, attention_logits, reference_points, *conventions)
+
+def _attend(
+    value: Tensor,
+    tables: tuple[SpatialShapes, LevelStarts],
+    samples: tuple[Tensor, Tensor, Tensor | None],
+    conventions: tuple[Any, ...],
+    call: Hashable | None,
+) -> Tensor:
+    from msda_op import eager  # Triton is not installed everywhere, and is imported where it is used
+    from msda_op.triton.arguments import Inputs
+
+    points, scores, reference_points = samples
+    inputs = Inputs(value, *device_tables(*tables, value.device), points, scores, reference_points)
+    conventions = (may_be_thin(tables[0]), *conventions)
+    return eager.attend(inputs, conventions, call, own_tables=not isinstance(tables[0], Tensor))
 
 
 def split_levels(attention_logits: Tensor, sampling_offsets: Tensor) -> Tensor:

@@ -5,11 +5,7 @@ Importing this module imports Triton and registers `msda_op::forward`, `msda_op:
 the same three: `points` are sampling locations and `scores` attention weights, or, where `reference_points` are given,
 sampling offsets and attention logits.
 
-A call of a registered op costs the host more than the kernels of a decoder. So `attend`, which is what `msda_op.api`
-calls, takes an autograd function wherever nothing but autograd looks on, and the registered op elsewhere: when PyTorch
-traces, maps or transforms the call. Either way `launch` does the work. The autograd function knows beforehand whether
-the gradient of value will be wanted, and where it will be reduced from records, the forward kernel counts them; the
-registered op leaves that to the backward pass.
+Eager code takes a shorter way, see `eager`, which `msda_op.api` calls.
 
 The forward op is traceable: `torch.compile` and export see its kernels. The backward ops are single nodes to them: of a
 traced kernel PyTorch finds out by its code which arguments it writes, and takes an argument for written whose numbers
@@ -20,14 +16,11 @@ The ops have no autocast rule, on purpose: autocast passes their arguments on as
 be half while the locations stay float32.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from msda_op.options import Options, read_sizes
 from msda_op.triton import launch
@@ -196,70 +189,15 @@ def _(
     return
 
 
-def attend(*arguments: Any) -> Tensor:
-    """Returns what `forward` returns of the same arguments, by the shortest way.
-
-    The two questions to PyTorch that its documentation leaves out are those that `torch.autograd.Function` and
-    PyTorch's own modes ask.
-    """
-    looked_at = (
-        torch.compiler.is_compiling()
-        or is_in_torch_dispatch_mode()
-        or torch._C._are_functorch_transforms_active()
-        or not _PLAIN_TYPES.issuperset(map(type, arguments[:6]))
-    )
-    return forward(*arguments) if looked_at else _Attend.apply(*arguments)
-
-
-_PLAIN_TYPES = {Tensor, torch.nn.Parameter, type(None)}
-
-
-class _Attend(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        inputs, thin_levels, options = Inputs(*arguments[:6]), arguments[6], Options(*arguments[7:11])
-        counted: tuple[Tensor, ...] = ()
-        if ctx.needs_input_grad[0]:
-            output, counted = launch.counting_forward(inputs, options, thin_levels, *arguments[11:])
-        else:
-            output = launch.forward(inputs, options, thin_levels)
-        ctx.save_for_backward(*inputs, *counted)
-        ctx.conventions = arguments[6:]
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # asked for once: checkpointing hands them out once
-        # The registered op knows what to say to those who want a second derivative.
-        run = backward if torch.is_grad_enabled() else partial(_run_backward, saved[6:])
-        return _differentiate(ctx, grad_output, saved[:6], run)
-
-
-_Attend.__name__ = "msda_op::attend"  # under which profilers list it, beside the registered ops
-
-
-def _run_backward(counted: tuple[Tensor, ...], grad_output: Tensor, *arguments: Any) -> list[Tensor]:
-    thin_levels, *options, fp32_grad_accum, deterministic = arguments[6:13]
-    inputs, needs = Inputs(*arguments[:6]), Needs(*arguments[13:])
-    ways = (thin_levels, fp32_grad_accum, deterministic)
-    return launch.backward(grad_output, inputs, Options(*options), *ways, needs, counted)
-
-
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:6])
     ctx.conventions = inputs[6:]
 
 
-def _differentiate_op(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    return _differentiate(ctx, grad_output, ctx.saved_tensors, backward)
-
-
-def _differentiate(
-    ctx: Any, grad_output: Tensor, inputs: tuple[Tensor | None, ...], run: Callable[..., list[Tensor]]
-) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     needs_value, _, _, *needs_others = ctx.needs_input_grad[:6]
     needs = (needs_value, *needs_others)
-    returned = iter(run(grad_output, *inputs, *ctx.conventions, *needs))
+    returned = iter(backward(grad_output, *ctx.saved_tensors, *ctx.conventions, *needs))
     grad_value, *others = (next(returned) if needed else None for needed in needs)
     return grad_value, None, None, *others, *(None for _ in ctx.conventions)
 
@@ -271,7 +209,7 @@ def _refuse_second_derivative(ctx: Any, *_: Any) -> None:
     )
 
 
-forward.register_autograd(_differentiate_op, setup_context=_save_inputs)
+forward.register_autograd(_differentiate, setup_context=_save_inputs)
 backward.register_autograd(_refuse_second_derivative)
 
 

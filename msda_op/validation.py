@@ -1,9 +1,8 @@
 """Checks of the op's arguments; every failure is a ValueError that names the argument, the rule and what came."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +20,6 @@ from msda_op.options import (
 _TABLE_DTYPES = (torch.int32, torch.int64)
 _MAX_INT32 = 2**31 - 1
 
-# Calls that passed, by all that the checks look at; a detector repeats a few of them for ever.
-_MAX_VALID_CALLS = 4096
-_valid_calls: set[Hashable] = set()
 _VALUE_FORMS = {"BLNC": "[B, S, M, D]", "BNLC": "[B, M, S, D]"}
 _LOCATION_FORMS = {"BQHLP2": "[B, Q, M, L, K, 2]", "B2QHLP": "[B, 2, Q, M, L, K]"}
 
@@ -69,9 +65,6 @@ def validate_inputs(
         Never waits for the device: a level table in device memory is checked by shape, dtype and device alone, and its
         numbers are the caller's responsibility. A table on the host is checked in full.
     """
-    call = _describe((value, sampling_locations, attention_weights), (spatial_shapes, level_start_index), options)
-    if call is not None and call in _valid_calls:
-        return
     check_options(options)
     _check_forms(
         value,
@@ -83,7 +76,6 @@ def validate_inputs(
     )
     _check_sampling(value, sampling_locations, attention_weights, options)
     _check_levels(value_as_blnc(value, options.value_layout), spatial_shapes, level_start_index, attention_weights)
-    _remember(call)
 
 
 def validate_fused_inputs(
@@ -109,10 +101,6 @@ def validate_fused_inputs(
     Raises:
         ValueError: if an argument breaks a rule.
     """
-    samples = (value, reference_points, sampling_offsets, attention_logits)
-    call = _describe(samples, (spatial_shapes, level_start_index), options)
-    if call is not None and call in _valid_calls:
-        return
     check_options(options)
     _check_forms(
         value,
@@ -142,38 +130,6 @@ def validate_fused_inputs(
             f"(cx, cy, w, h) numbers, got {tuple(reference_points.shape)}; give one to each query and level"
         )
     _check_levels(value_as_blnc(value, options.value_layout), spatial_shapes, level_start_index, attention_logits)
-    _remember(call)
-
-
-def _describe(
-    tensors: tuple[Tensor, ...], tables: tuple[SpatialShapes, LevelStarts], options: Options
-) -> Hashable | None:
-    """Returns all that the checks look at, or None where it can change (lists, tensors on the host) or is symbolic."""
-    if torch.compiler.is_compiling() or type(tensors[0]) is not Tensor:
-        return None
-    seen: list[Hashable] = [options]
-    for tensor in tensors:
-        seen += (tensor.shape, tensor.dtype, tensor.device)
-    for table in tables:
-        if isinstance(table, Tensor) and not _on_host(table):
-            seen += (table.shape, table.dtype, table.device)
-        elif table is None or _is_fixed(table):
-            seen.append(table)
-        else:
-            return None
-    return tuple(seen)
-
-
-def _is_fixed(table: Any) -> bool:
-    """Tells tuples of ints, or of tuples of ints; a float would count as the int that it equals."""
-    return type(table) is int or (type(table) is tuple and all(map(_is_fixed, table)))
-
-
-def _remember(call: Hashable | None) -> None:
-    if call is not None:
-        if len(_valid_calls) >= _MAX_VALID_CALLS:
-            _valid_calls.clear()
-        _valid_calls.add(call)
 
 
 def _check_levels(

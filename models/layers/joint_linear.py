@@ -1,7 +1,12 @@
 """Linear layers of one input, as one product."""
 
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn.functional import linear
 
 
@@ -31,4 +36,51 @@ class JointLinear(nn.Module):
     def forward(self, features: Tensor) -> tuple[Tensor, ...]:
         """Maps float [..., in_features] to one [..., out_features] a layer: strided views of one tensor."""
         weight, bias = self.joined or tuple(torch.cat(tensors) for tensors in self.parameters_to_join())
-        return linear(features, weight, bias).split([layer.out_features for layer in self.layers], dim=-1)
+        return split_rows(linear(features, weight, bias), [layer.out_features for layer in self.layers])
+
+
+def split_rows(rows: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
+    """Splits `[..., sum of widths]` into views, whose gradients are joined without a copy where they already are.
+
+    The gradient of a split concatenates those of its parts. An op that knows its inputs for parts of one tensor may
+    write their gradients as parts of one, which then is the gradient of the rows.
+    """
+    if torch.compiler.is_compiling():  # a trace has no memory to look at
+        return rows.split(list(widths), dim=-1)
+    return _SplitRows.apply(rows, widths)
+
+
+class _SplitRows(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rows: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
+        return rows.split(list(widths), dim=-1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        # A view of one gradient would hide the others from a second derivative.
+        joined = None if torch.is_grad_enabled() else _tensor_of_parts(gradients)
+        return torch.cat(gradients, -1) if joined is None else joined, None
+
+
+def _tensor_of_parts(parts: Sequence[Tensor]) -> Tensor | None:
+    """Returns the tensor whose rows the parts make up in order, or None where their memory is not that of one."""
+    if any(type(part) is not Tensor for part in parts):
+        return None
+    first = parts[0]
+    starts = accumulate((part.shape[-1] for part in parts), initial=first.storage_offset())
+    width = sum(part.shape[-1] for part in parts)
+    *lengths, _ = first.shape
+    strides = [width]
+    for length in reversed(lengths[1:]):
+        strides.insert(0, strides[0] * length)
+    for part, start in zip(parts, starts, strict=False):
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and part.dtype == first.dtype
+        if not same or part.stride() != (*strides, 1) or part.storage_offset() != start:
+            return None
+    return first.as_strided((*lengths, width), (*strides, 1))

@@ -87,17 +87,16 @@ class MSDeformAttn(nn.Module):
         # One kernel in each direction, where masked_fill copies first.
         value = torch.where(padding_mask.unsqueeze(-1), 0.0, self.value_proj(features))
         value = value.unflatten(-1, (self.num_heads, -1))
-        # The op copies strided tensors, in both directions; a copy that it keeps is one.
-        offsets, logits = (part.contiguous() for part in self.sampling(query))
-        offsets = offsets.unflatten(-1, (self.num_heads, self.num_levels, -1, 2))
-        logits = logits.unflatten(-1, (self.num_heads, -1))
+        offsets, logits = self.sampling(query)
+        samples = (*query.shape[:2], self.num_heads, self.num_levels, self.num_points)
+        offsets, logits = offsets.view(*samples, 2), logits.view(samples)  # the op reads parts of a product as they are
         if self.fused:
             sampled = msda_op.fused_ms_deform_attn(
                 value, spatial_shapes, None, reference_points.float(), offsets, logits, backend=self.backend
             )
         else:
             locations = msda_op.sampling_locations_from_offsets(reference_points, offsets, spatial_shapes)
-            weights = logits.float().softmax(-1).unflatten(-1, (self.num_levels, self.num_points))
+            weights = logits.float().flatten(3).softmax(-1).view(samples)
             sampled = msda_op.ms_deform_attn(value, spatial_shapes, None, locations, weights, backend=self.backend)
         return self.output_proj(sampled)
 

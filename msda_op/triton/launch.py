@@ -17,10 +17,9 @@ from msda_op.triton.arguments import Inputs, Needs, Targets, convention_argument
 from msda_op.triton.backward import backward_kernel
 from msda_op.triton.forward import forward_kernel
 from msda_op.triton.hopper import launch as hopper_launch
-from msda_op.triton.hopper.call import Call, prepare_call
+from msda_op.triton.hopper.call import Call, empty_like, empty_parts, prepare_call
 from msda_op.triton.hopper.tuning import choose_scatter
 from msda_op.triton.kernel_launch import Launch
-from msda_op.triton.launch_memory import describe_call, launch_again, remember
 from msda_op.triton.launch_table import LaunchKey, choose_regime, choose_shape
 from msda_op.triton.plan import KernelPlan, choose_kernels
 from msda_op.triton.sorted_launch import sorted_value_gradient
@@ -57,23 +56,38 @@ def forward(inputs: Inputs, options: Options, thin_levels: bool) -> Tensor:
         options: conventions and layouts.
         thin_levels: whether levels may have a single row or column, which some kernels take at an extra cost.
     """
-    inputs = Inputs._make(None if tensor is None else tensor.contiguous() for tensor in inputs)
-    call = describe_call(inputs, (options, thin_levels))
-    if call is not None:
-        again = launch_again(call, inputs)
-        if again is not None:
-            return again
-    sizes = read_sizes(inputs.value, inputs.scores, options.value_layout)
-    output = inputs.value.new_empty(sizes.batch, sizes.num_queries, sizes.num_heads * sizes.head_dim)
+    inputs = make_contiguous(inputs)
+    output = inputs.value.new_empty(output_shape(inputs, options))
     if output.numel() > 0:
-        if _plan_of(inputs, options).forward == "hopper":
-            launch = hopper_launch.forward_launch(_hopper_call(inputs, options, thin_levels), output)
-        else:
-            launch = forward_launch(inputs, output, options)
-        compiled = launch.run(output)
-        if call is not None:
-            remember(call, inputs, output, launch, compiled)
+        start_forward(inputs, output, options, thin_levels, plan_of(inputs, options))
     return output
+
+
+def make_contiguous(inputs: Inputs, but_for: tuple[str, ...] = ()) -> Inputs:
+    """Returns inputs that are contiguous, but for those that are named."""
+    return Inputs(
+        **{
+            name: tensor if tensor is None or name in but_for else tensor.contiguous()
+            for name, tensor in inputs._asdict().items()
+        }
+    )
+
+
+def output_shape(inputs: Inputs, options: Options) -> tuple[int, int, int]:
+    """Returns `(B, Q, M*D)`."""
+    sizes = read_sizes(inputs.value, inputs.scores, options.value_layout)
+    return sizes.batch, sizes.num_queries, sizes.num_heads * sizes.head_dim
+
+
+def start_forward(
+    inputs: Inputs, output: Tensor, options: Options, thin_levels: bool, plan: KernelPlan
+) -> tuple[Launch, Any]:
+    """Launches the kernel that fills `output`; returns the launch and what `Launch.run` does."""
+    if plan.forward == "hopper":
+        launch = hopper_launch.forward_launch(_hopper_call(inputs, options, thin_levels), output)
+    else:
+        launch = forward_launch(inputs, output, options)
+    return launch, launch.run(output)
 
 
 def counting_forward(
@@ -84,20 +98,31 @@ def counting_forward(
     That is nothing unless the gradient of value will be reduced from records, whose tables take some more than
     B * M * (S / 3 + Q * L * K / 384) int32: 1.2 MiB at the size of an encoder.
     """
-    if inputs.scores.numel() > 0 and choose_scatter(inputs.scores.numel()) == "records":
-        plan = _plan_of(inputs, options, deterministic, fp32_grad_accum)
-        if plan.backward == "hopper" and plan.grad_value == "records":
-            return hopper_launch.run_counting_forward(_hopper_call(inputs, options, thin_levels))
+    if counts_samples(inputs, plan_of(inputs, options, deterministic, fp32_grad_accum)):
+        return forward_of_records(inputs, options, thin_levels)
     return forward(inputs, options, thin_levels), ()
 
 
-def _plan_of(
+def forward_of_records(inputs: Inputs, options: Options, thin_levels: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Does what `counting_forward` does where a plan `counts_samples`."""
+    return hopper_launch.run_counting_forward(_hopper_call(inputs, options, thin_levels))
+
+
+def counts_samples(inputs: Inputs, plan: KernelPlan) -> bool:
+    """Tells whether the forward pass of a plan counts samples for its backward pass."""
+    by_records = plan.backward == "hopper" and plan.grad_value == "records"
+    num_samples = inputs.scores.numel()
+    return by_records and num_samples > 0 and choose_scatter(num_samples) == "records"
+
+
+def plan_of(
     inputs: Inputs,
     options: Options,
     deterministic: bool = False,
     fp32_grad_accum: bool = True,
     num_buffers: int = 1,
 ) -> KernelPlan:
+    """Returns the plan of a call, see `choose_kernels`."""
     value = inputs.value
     return choose_kernels(
         read_sizes(value, inputs.scores, options.value_layout),
@@ -140,12 +165,74 @@ def backward(
 
     `counted` comes from `counting_forward` of the same call; nothing in it is written.
     """
-    plan = _plan_of(inputs, options, deterministic, fp32_grad_accum)
-    if plan.backward == "hopper":
-        gradients = _backward_by_hopper(grad_output, inputs, options, thin_levels, plan, deterministic, needs, counted)
-    else:
-        gradients = _backward_by_tiles(grad_output, inputs, options, plan, fp32_grad_accum, needs)
+    plan = plan_of(inputs, options, deterministic, fp32_grad_accum)
+    ways = (plan, options, thin_levels, fp32_grad_accum, deterministic)
+    gradients = differentiate(grad_output, inputs, *ways, needs, counted)
     return [gradient for gradient in gradients if gradient is not None]
+
+
+def differentiate(
+    grad_output: Tensor,
+    inputs: Inputs,
+    plan: KernelPlan,
+    options: Options,
+    thin_levels: bool,
+    fp32_grad_accum: bool,
+    deterministic: bool,
+    needs: Needs,
+    counted: tuple[Tensor, ...],
+    joint: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """Returns all gradients in the order of `Needs`, None where not asked for.
+
+    Args:
+        grad_output: of the output.
+        inputs: of the forward.
+        plan: from `plan_of` the following.
+        options: see `forward`.
+        thin_levels: see there.
+        fp32_grad_accum: whether the gradient of value is added up in float32.
+        deterministic: whether in a fixed order.
+        needs: what is asked for.
+        counted: see `backward`.
+        joint: whether gradients of offsets and logits are to be the parts of one tensor, as these are, where possible.
+    """
+    if plan.backward == "hopper":
+        ways = (plan, deterministic, needs, counted, joint)
+        return _backward_by_hopper(grad_output, inputs, options, thin_levels, *ways)
+    return _backward_by_tiles(grad_output, inputs, options, plan, fp32_grad_accum, needs)
+
+
+def takes_one_launch(plan: KernelPlan, needs: Needs) -> bool:
+    """Tells whether `start_backward` gives all gradients that are asked for."""
+    adds = plan.grad_value == "atomics" or not needs.value
+    return plan.backward == "hopper" and adds and not needs.reference_points
+
+
+def allocate_targets(inputs: Inputs, needs: Needs, joint: bool) -> Targets:
+    """Returns what `start_backward` fills; `joint` as in `differentiate`."""
+    value, _, _, points, scores, _ = inputs
+    grad_value = torch.zeros_like(value, dtype=torch.float32) if needs.value else None
+    if joint and needs.points and needs.scores:
+        return Targets(grad_value, *empty_parts(points, scores), None)
+    grad_points = empty_like(points) if needs.points else None
+    return Targets(grad_value, grad_points, empty_like(scores) if needs.scores else None, None)
+
+
+def start_backward(
+    grad_output: Tensor, inputs: Inputs, targets: Targets, options: Options, thin_levels: bool
+) -> tuple[Launch, Any]:
+    """Launches the Hopper kernel that fills the targets, adding to that of value; returns what `start_forward` does.
+
+    The gradient of value is of its shape here, in float32; `grad_output` is contiguous, aligned and of its dtype.
+    """
+    call = _hopper_call(inputs, options, thin_levels)
+    if inputs.reference_points is None:
+        wanted = hopper_launch.Wanted(targets.grad_points, None, targets.grad_scores)
+    else:
+        wanted = hopper_launch.Wanted(None, targets.grad_points, targets.grad_scores)
+    launch = hopper_launch.main_launch(call, grad_output, wanted, targets.grad_value)
+    return launch, launch.run(call.value)
 
 
 def _backward_by_hopper(
@@ -157,6 +244,7 @@ def _backward_by_hopper(
     deterministic: bool,
     needs: Needs,
     counted: tuple[Tensor, ...],
+    joint: bool,
 ) -> tuple[Tensor | None, ...]:
     value, spatial_shapes, level_start_index, points, scores, reference_points = inputs
     ways: dict[str, Any] = {
@@ -169,7 +257,7 @@ def _backward_by_hopper(
     }
     grad_output = grad_output.to(value.dtype)
     if reference_points is None:
-        return hopper.backward(
+        gradients = hopper.backward(
             grad_output,
             value,
             spatial_shapes,
@@ -180,6 +268,7 @@ def _backward_by_hopper(
             compute_grad_attention_weights=needs.scores,
             **ways,
         )
+        return *gradients, None
     grad_value, grad_reference, grad_points, grad_scores = hopper.fused_backward(
         grad_output,
         value,
@@ -191,6 +280,7 @@ def _backward_by_hopper(
         compute_grad_reference_points=needs.reference_points,
         compute_grad_sampling_offsets=needs.points,
         compute_grad_attention_logits=needs.scores,
+        joint=joint,
         **ways,
     )
     return grad_value, grad_points, grad_scores, grad_reference
@@ -229,7 +319,7 @@ def accumulate_backward(
     buffer = targets.grad_value
     assert buffer is not None, "without a buffer to add to, backward() does it"
     num_buffers = 1 if deterministic else buffer.shape[0]
-    plan = _plan_of(inputs, options, deterministic, buffer.dtype == torch.float32, num_buffers)
+    plan = plan_of(inputs, options, deterministic, buffer.dtype == torch.float32, num_buffers)
     if plan.backward == "hopper":
         assert plan.grad_value != "sorted", "that is how tiles keep an order"
         call = _hopper_call(inputs, options, thin_levels)

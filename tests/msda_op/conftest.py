@@ -5,9 +5,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from msda_op import call_memory
 from msda_op.triton import launch
 from msda_op.triton.hopper import launch as hopper_launch
 from msda_op.triton.hopper.support import CAPABILITY
+
+
+@pytest.fixture(autouse=True)
+def forgotten_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets no call be run as one of another test, which may have changed what follows from it."""
+    monkeypatch.setattr(call_memory, "_ways", {})
 
 
 @pytest.fixture

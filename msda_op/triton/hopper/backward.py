@@ -31,6 +31,7 @@ from msda_op.triton.hopper.samples import (
     load_row_strides,
     load_sample,
     place_block,
+    place_pair,
     place_sample,
     slope_weights,
     softmax_of_query,
@@ -159,13 +160,13 @@ def backward_kernel(
     level_start_index,  # [L] first row of value, int32 or int64
     bins,  # [L + 1, 3], see buckets.plan_kernel; None without records
     places,  # [B, Q, M, L, K, 2] (x, y) locations, or [B, Q, L, REFERENCE] reference points, float32
-    offsets,  # [B, Q, M, L, K, 2] (x, y); None for locations
-    weights,  # [B, Q, M, L, K] attention weights, or logits
+    offsets,  # [B, Q, M, L, K, 2] (x, y), rows of a query OFFSET_STRIDE apart; None for locations
+    weights,  # [B, Q, M, L, K] attention weights, or logits, rows WEIGHT_HEADS * L * K apart
     grad_output,  # [B, Q, M, D], dtype of value
     grad_value,  # like value, float32: atomics add to it, records leave it zeroed; None for neither
     grad_locations,  # [B, Q, M, L, K, 2] float32; None where not asked for
     grad_offsets,  # [B, Q, M, L, K, 2], dtype of offsets; None where not asked for
-    grad_weights,  # [B, Q, M, L, K], dtype of weights; None where not asked for
+    grad_weights,  # [B, Q, M, L, K], dtype of weights, with JOINT both in rows of 3*M*L*K; None where not asked for
     counters,  # [B, M, 2^sector_bits, SECTOR] int32, starts raised to ends; None without records
     records,  # [B, M, Q * L * K, 2, or 4 where value is float32] int32; None without records
     num_queries,
@@ -177,6 +178,9 @@ def backward_kernel(
     D: tl.constexpr,
     L: tl.constexpr,
     K: tl.constexpr,
+    OFFSET_STRIDE: tl.constexpr,
+    WEIGHT_HEADS: tl.constexpr,
+    JOINT: tl.constexpr,
     REFERENCE: tl.constexpr,
     THIN: tl.constexpr,
     SCATTER: tl.constexpr,
@@ -196,28 +200,30 @@ def backward_kernel(
 
     plane = item * batch_stride + head * head_stride
     value += plane + ((lane // ROW_LANES) & 1) * PIXEL_STRIDE + lane % ROW_LANES * (32 // ROW_LANES)
-    samples = item * num_queries * (M * L * K)
+    GRAD_HEADS: tl.constexpr = 3 * M if JOINT else M
+    GRAD_STRIDE: tl.constexpr = (3 if JOINT else 2) * M * L * K
+    first_row = item * num_queries
     if REFERENCE == 0:
-        places += 2 * samples
+        places += first_row * OFFSET_STRIDE
         offsets = places
     else:
-        places += item * num_queries * (L * REFERENCE)
-        offsets += 2 * samples
+        places += first_row * (L * REFERENCE)
+        offsets += first_row * OFFSET_STRIDE
     offset_dtype: tl.constexpr = offsets.dtype.element_ty
-    weights += samples
+    weights += first_row * (WEIGHT_HEADS * L * K)
     if grad_locations is not None:
-        grad_locations += 2 * samples
+        grad_locations += first_row * GRAD_STRIDE
     if grad_offsets is not None:
-        grad_offsets += 2 * samples
+        grad_offsets += first_row * GRAD_STRIDE
     if grad_weights is not None:
-        grad_weights += samples
+        grad_weights += first_row * (GRAD_HEADS * L * K)
     if grad_value is not None:
         grad_value += plane
         if SCATTER == "records":
             QUERIES: tl.constexpr = 2 * WARPS * ITERATIONS
             tiles = tl.cdiv(num_queries, QUERIES)
             zero_rows(grad_value, first_query // QUERIES, tiles, batch_stride // (M * D), thread, D, PIXEL_STRIDE)
-    grad_output += item * num_queries * (M * D) + head * D
+    grad_output += first_row * (M * D) + head * D
     gradient_chunk = (lane & 7) * 4 if dtype == tl.float32 else (lane & 3) * 8 + ((lane >> 2) & 1) * 2
     if SCATTER == "records":
         counters += (item * M + head) * (SECTOR << sector_bits)
@@ -237,7 +243,8 @@ def backward_kernel(
         head,
         level,
         point,
-        M,
+        OFFSET_STRIDE,
+        WEIGHT_HEADS,
         L,
         K,
         REFERENCE,
@@ -257,7 +264,7 @@ def backward_kernel(
         step_pair = first_of_pair
         query = step_pair + (lane >> 4)
         counts = exists & (query < num_queries)
-        sample = ((query * M + head) * L + level) * K + point
+        score = ((query * GRAD_HEADS + head) * L + level) * K + point
         if SCATTER == "records":
             joins = counts & (weight_left + weight_right > 0) & (weight_top + weight_bottom > 0)
             bucket, tile_left, tile_top = find_bucket(left, top, query, level_bin)
@@ -282,7 +289,7 @@ def backward_kernel(
         if ITERATIONS * PASSES > 1:
             next_query = tl.minimum(first_of_pair + (lane >> 4), last_query)
             place, offset, weight = load_sample(
-                places, offsets, weights, next_query, head, level, point, M, L, K, REFERENCE
+                places, offsets, weights, next_query, head, level, point, OFFSET_STRIDE, WEIGHT_HEADS, L, K, REFERENCE
             )
 
         if SCATTER == "atomics":
@@ -326,7 +333,7 @@ def backward_kernel(
                 if REFERENCE != 0:
                     mean = sum_of_query(attention * grad_attention)
                     grad_weight = attention * (grad_attention - mean)
-                tl.store(grad_weights + sample, grad_weight.to(grad_weights.dtype.element_ty), mask=counts)
+                tl.store(grad_weights + score, grad_weight.to(grad_weights.dtype.element_ty), mask=counts)
             dot_top = weight_left * dot_00 + weight_right * dot_01
             dot_bottom = weight_left * dot_10 + weight_right * dot_11
             slope_left, slope_right = slope_weights(distance_x, step_width, THIN)
@@ -334,13 +341,14 @@ def backward_kernel(
             slope_top, slope_bottom = slope_weights(distance_y, step_height, THIN)
             grad_x = attention * (slope_left * dot_left + slope_right * dot_right)
             grad_y = attention * (slope_top * dot_top + slope_bottom * dot_bottom)
+            pair = place_pair(score, query, GRAD_STRIDE, GRAD_HEADS * L * K)
             if grad_locations is not None:
-                store_pair(grad_locations + 2 * sample, grad_x * step_width, grad_y * step_height, counts)
+                store_pair(grad_locations + pair, grad_x * step_width, grad_y * step_height, counts)
             if grad_offsets is not None:
                 if REFERENCE == 4:
                     grad_x *= step_width * (step_place[2].to(tl.float32, bitcast=True) * (0.5 / K))
                     grad_y *= step_height * (step_place[3].to(tl.float32, bitcast=True) * (0.5 / K))
-                store_pair(grad_offsets + 2 * sample, grad_x, grad_y, counts)
+                store_pair(grad_offsets + pair, grad_x, grad_y, counts)
         if SCATTER == "records":
             seat = shuffle(seat, leader) + rank
             store_record(records, seat, x, y, tile_left, tile_top, attention, query, joins, dtype)

@@ -237,7 +237,7 @@ def count_kernel(
     level_start_index,  # [L]; not used
     bins,  # [L + 1, 3], see plan_kernel
     places,  # [B, Q, M, L, K, 2] locations, or [B, Q, L, REFERENCE] reference points, float32
-    offsets,  # [B, Q, M, L, K, 2]; None for locations
+    offsets,  # [B, Q, M, L, K, 2], rows of a query OFFSET_STRIDE apart; None for locations
     weights,  # [B, Q, M, L, K]; not used
     counters,  # [B, M, 2^sector_bits, SECTOR] int32, see there; they count the samples
     num_queries,
@@ -245,6 +245,8 @@ def count_kernel(
     M: tl.constexpr,
     L: tl.constexpr,
     K: tl.constexpr,
+    OFFSET_STRIDE: tl.constexpr,
+    WEIGHT_HEADS: tl.constexpr,
     REFERENCE: tl.constexpr,
     THIN: tl.constexpr,
     WARPS: tl.constexpr,
@@ -254,15 +256,15 @@ def count_kernel(
     item, head, first_query = split_program_id(num_queries, M, 2 * WARPS * ITERATIONS)
     thread = tl.arange(0, 32 * WARPS)
     lane = thread & 31
-    samples = item * num_queries * (M * L * K)
+    first_row = item * num_queries
     if REFERENCE == 0:
-        places += 2 * samples
+        places += first_row * OFFSET_STRIDE
         offsets = places
     else:
-        places += item * num_queries * (L * REFERENCE)
-        offsets += 2 * samples
+        places += first_row * (L * REFERENCE)
+        offsets += first_row * OFFSET_STRIDE
     offset_dtype: tl.constexpr = offsets.dtype.element_ty
-    weights += samples
+    weights += first_row * (WEIGHT_HEADS * L * K)
     counters += (item * M + head) * (SECTOR << sector_bits)
     for sweep in tl.static_range(PASSES):
         level, point, exists, height, width, _ = load_lane_level(spatial_shapes, level_start_index, lane, sweep, L, K)
@@ -270,7 +272,9 @@ def count_kernel(
         for iteration in tl.static_range(ITERATIONS):
             query = first_query + (iteration * WARPS + (thread >> 5)) * 2 + (lane >> 4)
             row = tl.minimum(query, num_queries - 1)
-            place, offset, _ = load_sample(places, offsets, weights, row, head, level, point, M, L, K, REFERENCE)
+            place, offset, _ = load_sample(
+                places, offsets, weights, row, head, level, point, OFFSET_STRIDE, WEIGHT_HEADS, L, K, REFERENCE
+            )
             x, y = place_sample(place, offset, height, width, offset_dtype, K, REFERENCE)
             left, _, weight_left, weight_right = weigh_pixels(x, width, THIN)
             top, _, weight_top, weight_bottom = weigh_pixels(y, height, THIN)

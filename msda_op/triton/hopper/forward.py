@@ -177,8 +177,8 @@ def forward_kernel(
     level_start_index,  # [L] first row of value, int32 or int64
     bins,  # [L + 1, 3], see buckets.plan_kernel; None without COUNT
     places,  # [B, Q, M, L, K, 2] (x, y) locations, or [B, Q, L, REFERENCE] reference points, float32
-    offsets,  # [B, Q, M, L, K, 2] (x, y); None for locations
-    weights,  # [B, Q, M, L, K] attention weights, or logits
+    offsets,  # [B, Q, M, L, K, 2] (x, y), rows of a query OFFSET_STRIDE apart; None for locations
+    weights,  # [B, Q, M, L, K] attention weights, or logits, rows WEIGHT_HEADS * L * K apart
     output,  # [B, Q, M, D], dtype of value
     counters,  # [B, M, 2^sector_bits, SECTOR] int32, see buckets.plan_kernel; None without COUNT
     num_queries,
@@ -190,6 +190,8 @@ def forward_kernel(
     D: tl.constexpr,
     L: tl.constexpr,
     K: tl.constexpr,
+    OFFSET_STRIDE: tl.constexpr,
+    WEIGHT_HEADS: tl.constexpr,
     REFERENCE: tl.constexpr,
     THIN: tl.constexpr,
     COUNT: tl.constexpr,
@@ -208,16 +210,16 @@ def forward_kernel(
 
     value += item * batch_stride + head * head_stride
     value += right * PIXEL_STRIDE + channel + lane % ROW_LANES * (32 // ROW_LANES)
-    samples = item * num_queries * (M * L * K)
+    first_row = item * num_queries
     if REFERENCE == 0:
-        places += 2 * samples
+        places += first_row * OFFSET_STRIDE
         offsets = places
     else:
-        places += item * num_queries * (L * REFERENCE)
-        offsets += 2 * samples
+        places += first_row * (L * REFERENCE)
+        offsets += first_row * OFFSET_STRIDE
     offset_dtype: tl.constexpr = offsets.dtype.element_ty
-    weights += samples
-    output += item * num_queries * (M * D) + head * D + channel
+    weights += first_row * (WEIGHT_HEADS * L * K)
+    output += first_row * (M * D) + head * D + channel
 
     level, point, exists, height, width, start = load_lane_level(spatial_shapes, level_start_index, lane, 0, L, K)
     strides = load_row_strides(spatial_shapes, 0, PIXEL_STRIDE, L, K, THIN)
@@ -227,7 +229,18 @@ def forward_kernel(
     query = first_query + (thread >> 5) * 2 + (lane >> 4)
     last_query = num_queries - 1
     place, offset, weight = load_sample(
-        places, offsets, weights, tl.minimum(query, last_query), head, level, point, M, L, K, REFERENCE
+        places,
+        offsets,
+        weights,
+        tl.minimum(query, last_query),
+        head,
+        level,
+        point,
+        OFFSET_STRIDE,
+        WEIGHT_HEADS,
+        L,
+        K,
+        REFERENCE,
     )
     zero = lane * 0.0
     empty = (zero, zero, zero, zero) if ROW_LANES == 8 else (zero, zero, zero, zero, zero, zero, zero, zero)
@@ -265,7 +278,18 @@ def forward_kernel(
             query += 2 * WARPS
         if ITERATIONS * PASSES > 1:
             place, offset, weight = load_sample(
-                places, offsets, weights, tl.minimum(query, last_query), head, level, point, M, L, K, REFERENCE
+                places,
+                offsets,
+                weights,
+                tl.minimum(query, last_query),
+                head,
+                level,
+                point,
+                OFFSET_STRIDE,
+                WEIGHT_HEADS,
+                L,
+                K,
+                REFERENCE,
             )
 
         share_top = attention * weight_top

@@ -1,7 +1,7 @@
 """Allocates, picks launch shapes and launches the kernels of the Hopper path.
 
-Calls must be ones that `supports` takes; tensors may have any strides (copied where they are not contiguous and
-aligned). All that depends on the sizes of levels is computed on the device.
+Calls must be ones that `supports` takes; tensors may have any strides (copied where `call` does not take them as they
+are). All that depends on the sizes of levels is computed on the device.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -18,6 +18,7 @@ from msda_op.triton.hopper.reduce import reduce_kernel
 from msda_op.triton.hopper.tuning import (
     FLOAT32_REGISTERS,
     REDUCE_REGISTERS,
+    THIN_BOX_REGISTERS,
     THIN_REGISTERS,
     Scatter,
 )
@@ -29,7 +30,8 @@ _SORT_BLOCK = 512
 
 
 class Wanted(NamedTuple):
-    """Buffers for the gradients that the main kernel writes; None for what is not asked for."""
+    """Buffers for the gradients that the main kernel writes; None for what is not asked for. Contiguous, but that the
+    last two may be the parts of one `[B, Q, 3*M*L*K]`, see `call`."""
 
     locations: Tensor | None
     offsets: Tensor | None
@@ -310,6 +312,7 @@ def main_launch(
         "records": records,
         "sector_bits": 0 if buckets is None else call.bucket_sizes.sector_bits,
         "D": call.sizes.head_dim,
+        "JOINT": wanted.offsets is not None and not wanted.offsets.is_contiguous(),
         "SCATTER": "records" if buckets is not None else "none" if grad_value is None else "atomics",
         "WARPS": shape.warps,
         "ITERATIONS": shape.iterations,
@@ -322,7 +325,7 @@ def main_launch(
     if registers is not None and call.value.dtype == torch.float32:
         registers = None if call.thin_levels else FLOAT32_REGISTERS
     elif registers is not None and call.thin_levels:
-        registers = THIN_REGISTERS
+        registers = THIN_BOX_REGISTERS if call.places.shape[-1] == 4 else THIN_REGISTERS
     return Launch(backward_kernel, call.count_programs(shape), arguments, shape.warps, registers)
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from msda_op.levels import LevelStarts, SpatialShapes, device_tables, may_be_thin
-from msda_op.triton.hopper.call import Call, prepare_call
+from msda_op.triton.hopper.call import Call, are_joint, empty_like, empty_parts, prepare_call
 from msda_op.triton.hopper.launch import Buckets, Wanted, run_backward, run_forward
 from msda_op.triton.hopper.tuning import Scatter
 
@@ -112,9 +112,9 @@ def backward(
     samples = (sampling_locations, None, attention_weights)
     call = _prepare(value, tables, *samples, value_layout, thin_levels)
     wanted = Wanted(
-        torch.empty_like(call.places) if compute_grad_sampling_locations else None,
+        empty_like(call.places) if compute_grad_sampling_locations else None,
         None,
-        torch.empty_like(call.weights) if compute_grad_attention_weights else None,
+        empty_like(call.weights) if compute_grad_attention_weights else None,
     )
     grad_value = run_backward(call, grad_output, wanted, compute_grad_value, None, scatter, deterministic, counted)
     return None if grad_value is None else grad_value.to(value.dtype), wanted.locations, wanted.weights
@@ -138,11 +138,17 @@ def fused_backward(
     thin_levels: bool | None = None,
     scatter: Scatter = "records",
     counted: Buckets | None = None,
+    joint: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of `fused_forward`; arguments as there and in `backward`.
+    """Gradients of `fused_forward`; arguments as there and in `backward`, and one more.
+
+    Args:
+        joint: whether gradients of offsets and logits that are the parts of one product, `[B, Q, 3*M*L*K]`, may be the
+            parts of one tensor as well, where both are asked for and none of reference points.
 
     Returns:
         Gradients of value, reference points, offsets and logits in the dtypes of their inputs; None if not asked for.
+        Contiguous, but for joint ones.
 
     Notes:
         With reference points the kernel writes the gradient of the locations in float32 (8 bytes a sample), from
@@ -154,11 +160,15 @@ def fused_backward(
     offsets = call.offsets
     assert offsets is not None
     direct_offsets = compute_grad_sampling_offsets and not compute_grad_reference_points
-    wanted = Wanted(
-        torch.empty_like(offsets, dtype=torch.float32) if compute_grad_reference_points else None,
-        torch.empty_like(offsets) if direct_offsets else None,
-        torch.empty_like(call.weights) if compute_grad_attention_logits else None,
-    )
+    joint = joint and are_joint(sampling_offsets, attention_logits)
+    if joint and direct_offsets and compute_grad_attention_logits:
+        wanted = Wanted(None, *empty_parts(sampling_offsets, attention_logits))
+    else:
+        wanted = Wanted(
+            empty_like(offsets, torch.float32) if compute_grad_reference_points else None,
+            empty_like(offsets) if direct_offsets else None,
+            empty_like(call.weights) if compute_grad_attention_logits else None,
+        )
     grad_value = run_backward(call, grad_output, wanted, compute_grad_value, None, scatter, deterministic, counted)
     grad_value = None if grad_value is None else grad_value.to(value.dtype)
     grad_references, grad_offsets = None, wanted.offsets

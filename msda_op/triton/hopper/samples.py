@@ -112,6 +112,15 @@ def widen_pair(registers, dtype: tl.constexpr):
 
 
 @triton.jit
+def place_pair(score, query, PAIR_STRIDE: tl.constexpr, SCORE_STRIDE: tl.constexpr):
+    """Returns the place of a sample's pair of numbers, given that of its single one, in rows that far apart.
+
+    Where pairs lie as densely as single numbers, that is twice the place, and nothing else stays in registers.
+    """
+    return 2 * score + query * (PAIR_STRIDE - 2 * SCORE_STRIDE)
+
+
+@triton.jit
 def load_sample(
     places,
     offsets,
@@ -120,7 +129,8 @@ def load_sample(
     head,
     level,
     point,
-    M: tl.constexpr,
+    OFFSET_STRIDE: tl.constexpr,
+    WEIGHT_HEADS: tl.constexpr,
     L: tl.constexpr,
     K: tl.constexpr,
     REFERENCE: tl.constexpr,
@@ -128,17 +138,19 @@ def load_sample(
     """Returns the registers of a sample as they come from memory: (place, offset, weight).
 
     REFERENCE 0: `places` are sampling locations and `weights` attention weights; 2 or 4: `places` are reference points
-    or boxes, `weights` logits, and offsets are read too.
+    or boxes, `weights` logits, and offsets are read too. From query to query there are OFFSET_STRIDE elements of
+    locations or offsets, and WEIGHT_HEADS heads of L * K weights.
     """
-    sample = ((query * M + head) * L + level) * K + point
-    weight = tl.load(weights + sample)
+    score = ((query * WEIGHT_HEADS + head) * L + level) * K + point
+    pair = place_pair(score, query, OFFSET_STRIDE, WEIGHT_HEADS * L * K)
+    weight = tl.load(weights + score)
     if REFERENCE == 0:
-        place = load_words2(places + 2 * sample)
+        place = load_words2(places + pair)
         return place, place, weight
     elif REFERENCE == 2:
-        return load_words2(places + 2 * (query * L + level)), load_pair(offsets + 2 * sample), weight
+        return load_words2(places + 2 * (query * L + level)), load_pair(offsets + pair), weight
     else:
-        return load_words4(places + 4 * (query * L + level)), load_pair(offsets + 2 * sample), weight
+        return load_words4(places + 4 * (query * L + level)), load_pair(offsets + pair), weight
 
 
 @triton.jit

@@ -39,8 +39,9 @@ LAUNCH_SHAPES: dict[tuple[int, Pass, Regime], LaunchShape] = {
 # Registers are given where ptxas alone chooses badly, judged by its output and not yet by the clock: it spills one to
 # reach 40 in the short forward, and its choice for the long backward varies from 72 registers and 2 loads on their way
 # to 156 and 16. With 124 it spills nothing and sends 7 to 13 loads ahead, on Triton 3.6 and 3.8 alike. Levels that may
-# be thin take 4 registers more.
+# be thin take 4 registers more, and 8 more with boxes, where Triton 3.6 spills under them.
 THIN_REGISTERS = 128
+THIN_BOX_REGISTERS = 136
 
 # Of float32 the same backward has no more loads on their way than others can hide: with 96 registers, where ptxas takes
 # 102 to 106, five programs share a processor instead of four, and nothing spills. Thin levels leave them to ptxas.

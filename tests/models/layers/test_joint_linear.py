@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.layers.joint_linear import JointLinear
+from models.layers.joint_linear import JointLinear, split_rows
 from models.weight_casts import casting_weights
 from parity.tolerances import GRADIENT, OUTPUT
 
@@ -97,3 +97,57 @@ def test_a_copy_refers_to_its_own_layers() -> None:
     features = torch.randn(4, 16)
     torch.testing.assert_close(twin.joint(features)[1], owner.joint(features)[1] + 1)
     assert twin.joint.layers == (twin.first, twin.second, twin.third)
+
+
+def differentiate_rows(join: bool) -> tuple[Tensor, Tensor, dict[str, int]]:
+    """Returns what rows get of gradients of their parts that lie in one tensor or apart, and that tensor."""
+    rows = torch.randn(2, 7, sum(WIDTHS)).requires_grad_()
+    joint = torch.randn(2, 7, sum(WIDTHS))
+    upstream = [part if join else part.clone() for part in joint.split(WIDTHS, dim=-1)]
+    parts = [part.unflatten(-1, (-1, 1)) for part in split_rows(rows, WIDTHS)]
+    with OpCounter() as counter:
+        (gradient,) = torch.autograd.grad(parts, rows, [part.unsqueeze(-1) for part in upstream])
+    return gradient, joint, counter.counts
+
+
+@pytest.mark.parametrize("join", [True, False])
+def test_gradients_that_are_parts_of_one_tensor_are_not_copied(join: bool) -> None:
+    gradient, joint, counts = differentiate_rows(join)
+    assert torch.equal(gradient, joint)
+    assert (gradient.data_ptr() == joint.data_ptr()) is join
+    assert counts.get("cat", 0) == (0 if join else 1)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda parts: [parts[1], parts[0]],
+        lambda parts: [parts[0], parts[0].clone()],
+        lambda parts: [parts[0], parts[1].clone()],
+        lambda parts: [parts[0].flip(0), parts[1]],
+        lambda parts: [part[:, :1] for part in parts],
+    ],
+    ids=["exchanged", "other tensor", "copied", "other order", "other rows"],
+)
+def test_other_gradients_are_joined_as_by_split(spoil) -> None:  # type: ignore[no-untyped-def]
+    upstream = spoil(torch.randn(3, 5, 8).split(4, dim=-1))
+    gradients = []
+    for split in (split_rows, lambda rows, widths: rows.split(widths, dim=-1)):
+        rows = torch.randn(*upstream[0].shape[:2], 8).requires_grad_()
+        gradients.append(torch.autograd.grad(split(rows, [4, 4]), rows, upstream)[0])
+    assert torch.equal(*gradients)
+    assert gradients[0].shape == (3, *upstream[0].shape[1:2], 8)
+
+
+def test_rows_split_under_second_derivatives_and_vmap() -> None:
+    rows = torch.randn(2, 3, 8, dtype=torch.float64).requires_grad_()
+
+    def products(rows: Tensor) -> Tensor:
+        first, second = split_rows(rows, [4, 4])
+        return first.square() * second
+
+    assert torch.autograd.gradcheck(products, rows)
+    assert torch.autograd.gradgradcheck(products, rows)
+    torch.testing.assert_close(torch.vmap(products)(rows), products(rows))
+    gradient = torch.func.grad(lambda each: products(each).sum())
+    torch.testing.assert_close(torch.vmap(gradient)(rows), gradient(rows))

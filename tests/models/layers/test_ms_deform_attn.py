@@ -4,13 +4,28 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import msda_op
 from models.layers.ms_deform_attn import MSDeformAttn
+from msda_op import call_memory
 from parity.tolerances import GRADIENT, OUTPUT
 
 SHAPES = ((3, 5), (2, 2))
 NUM_PIXELS = 19
+
+
+class OpCounter(TorchDispatchMode):
+    """Counts calls of operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func.overloadpacket.__name__
+        self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
 
 
 def build(**overrides: object) -> MSDeformAttn:
@@ -151,7 +166,7 @@ def test_triton_kernels_get_the_parts_of_the_joint_product(autocast: bool) -> No
         assert error <= bound.limit(allowed, exact.abs().max().item(), rounded)
 
 
-def test_the_op_gets_contiguous_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_op_gets_parts_of_the_product_and_contiguous_others(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Tensor] = []
     original = msda_op.fused_ms_deform_attn
 
@@ -161,8 +176,47 @@ def test_the_op_gets_contiguous_tensors(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(msda_op, "fused_ms_deform_attn", record)
     randomized()(*inputs())
-    assert len(seen) == 4
-    assert all(tensor.is_contiguous() for tensor in seen)
+    value, reference_points, offsets, logits = seen
+    assert value.is_contiguous()
+    assert reference_points.is_contiguous()
+    assert (offsets.shape, logits.shape) == ((2, 7, 4, 2, 3, 2), (2, 7, 4, 2, 3))
+    assert offsets.stride(1) == logits.stride(1) == 72
+    assert offsets.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr()
+    assert logits.storage_offset() == 48
+
+
+@pytest.mark.parametrize("joint", [True, False])
+def test_gradients_of_the_product_are_written_where_it_wants_them(joint: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from msda_op import eager
+    from msda_op.triton import launch
+    from msda_op.triton.hopper.support import CAPABILITY
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and torch.cuda.get_device_capability() != CAPABILITY:
+        pytest.skip("made for compute capability 9.0")
+    monkeypatch.setattr(launch, "_capability_of", lambda tensor: CAPABILITY)
+    monkeypatch.setattr(call_memory, "_ways", {})
+    if not joint:
+        monkeypatch.setattr(eager, "are_joint", lambda *parts: False)
+    attention = MSDeformAttn(d_model=64, num_heads=2, num_levels=2, num_points=4, backend="triton", fused=True)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in attention.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    attention.to(device)
+    query, features = torch.randn(2, 7, 64, generator=generator), torch.randn(2, NUM_PIXELS, 64, generator=generator)
+    reference_points, mask = torch.rand(2, 7, 2, 2, generator=generator), torch.zeros(2, NUM_PIXELS, dtype=torch.bool)
+    query, *rest = (tensor.to(device) for tensor in (query, reference_points, features, mask))
+    query.requires_grad_()
+    gradients = []
+    for backend in ("triton", "reference"):
+        attention.backend = backend
+        output = attention(query, *rest[:2], SHAPES, rest[2])
+        with OpCounter() as counter:
+            gradients += torch.autograd.grad(output.square().sum(), query)
+        if backend == "triton":
+            assert counter.counts.get("cat", 0) == (0 if joint else 1)
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
 
 
 def test_every_parameter_and_input_gets_a_gradient() -> None:

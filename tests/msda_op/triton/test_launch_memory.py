@@ -6,11 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
-from msda_op.options import DEFAULT_OPTIONS
-from msda_op.triton import launch_memory
+from msda_op.triton.kernel_launch import Launch
+from msda_op.triton.launch_memory import write_recipe
 
 # Runs without the interpreter, which has nothing to remember. Kernels are compiled for a GPU that need not be there,
 # and what Triton would hand to its launcher is kept: grid and arguments, tensors and addresses as their place in the
@@ -23,11 +22,13 @@ import torch
 import triton
 from triton.compiler import CompiledKernel
 
-from msda_op.options import DEFAULT_OPTIONS
+from msda_op import backends, call_memory, fused_ms_deform_attn, ms_deform_attn
+from msda_op.call_memory import recall
 from msda_op.triton import launch
 from parity.compilation import CompileOnlyDriver
 
 triton.runtime.driver.set_active(CompileOnlyDriver(90))
+backends._is_interpreted = lambda: True  # the tensors are on the CPU
 launch._capability_of = lambda tensor: (9, 0)
 handed = []
 
@@ -44,13 +45,27 @@ def call(num_queries, num_coordinates, head_dim, offset=0):
     value = torch.rand(offset + 2 * 14 * 2 * head_dim).bfloat16()[offset:].view(2, 14, 2, head_dim)
     scores = torch.rand(2, num_queries, 2, 2, 4)
     reference = torch.rand(2, num_queries, 2, num_coordinates) if num_coordinates else None
-    tables = torch.tensor(((3, 4), (1, 2))), torch.tensor((0, 12))
-    inputs = launch.Inputs(value, *tables, torch.rand(2, num_queries, 2, 2, 4, 2), scores, reference)
-    output = launch.forward(inputs, DEFAULT_OPTIONS, thin_levels=True)
-    names = {tensor.data_ptr(): name for name, tensor in inputs._asdict().items() if tensor is not None}
-    names[output.data_ptr()] = "output"
-    found = handed.pop()
+    points = torch.rand(2, num_queries, 2, 2, 4, 2)
+    samples = (reference, points, scores) if num_coordinates else (points, scores)
+    op = fused_ms_deform_attn if num_coordinates else ms_deform_attn
+    inputs = (value, *samples)
+    for tensor in inputs:
+        tensor.requires_grad_(tensor is not reference)
+    output = op(value, ((3, 4), (1, 2)), None, *samples, backend="triton")
+    attention = recall(next(reversed(call_memory._ways)))
+    tensors = dict(value=value, points=points, scores=scores, reference=reference, output=output)
+    tensors |= dict(zip(("spatial_shapes", "level_start_index"), attention.tables))
+    forward = names_of(handed.pop(), tensors)
     assert not handed
+    upstream = torch.rand_like(output)
+    grads = torch.autograd.grad(output, [tensor for tensor in inputs if tensor.requires_grad], upstream)
+    tensors |= dict(grad_output=upstream, grad_points=grads[1], grad_scores=grads[2])
+    backward = names_of(handed.pop(), tensors)
+    assert not handed
+    return forward, backward
+
+def names_of(found, tensors):
+    names = {tensor.data_ptr(): name for name, tensor in tensors.items() if tensor is not None}
     addresses = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in found]
     is_address = [isinstance(each, int) and each >= 2**32 for each in addresses]
     return [names.get(each, "other" if far else each) for each, far in zip(addresses, is_address)]
@@ -76,42 +91,54 @@ def test_launches_the_same_with_new_tensors() -> None:
     assert len(report) == 4
     for name, (same, longer, skewed) in report.items():
         (first, runs), *again = same
-        assert runs == 1
-        assert again == [[first, 1]] * 2  # what Triton was not asked to look at again
-        inputs = {"value", "spatial_shapes", "level_start_index", "points", "scores", "output"}
-        assert {each for each in first if isinstance(each, str)} - {"zeros"} >= inputs, name
-        assert "other" not in first
-        assert longer[1] == 2
+        assert runs == 2  # forward and backward
+        assert again == [[first, 2]] * 2  # what Triton was not asked to look at again
+        forward, backward = (set(filter(lambda each: isinstance(each, str), arguments)) for arguments in first)
+        inputs = {"value", "spatial_shapes", "level_start_index", "points", "scores"}
+        inputs |= {"reference"} if name.startswith("4") else set()
+        assert forward >= inputs | {"output"}, name
+        assert backward >= inputs | {"grad_output", "grad_points", "grad_scores"}, name
+        assert "other" not in forward
+        assert first[1].count("other") == 1, name  # the gradient of value, before it is rounded
+        assert longer[1] == 4
         assert longer[0] != first
-        # A value that starts elsewhere has a kernel of its own, or is copied for the Hopper kernels, which take D = 32.
-        assert [runs for _, runs in skewed] == ([2, 2] if name.endswith(" 32") else [3, 3])
+        # A value that starts elsewhere has kernels of its own, or is copied for the Hopper kernels, which take D = 32.
+        assert [runs for _, runs in skewed] == ([4, 4] if name.endswith(" 32") else [6, 6])
         assert skewed[0] == skewed[1]
 
 
-def test_interpreted_and_traced_calls_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    value, scores = torch.rand(1, 6, 1, 4), torch.rand(1, 2, 1, 1, 3)
-    assert launch_memory.describe_call((value, scores), DEFAULT_OPTIONS) is None
-    monkeypatch.setattr(launch_memory.triton.knobs.runtime, "interpret", False)
-    call = launch_memory.describe_call((value, None, scores), DEFAULT_OPTIONS)
-    assert call == launch_memory.describe_call((value + 1, None, scores), DEFAULT_OPTIONS)
-    assert call != launch_memory.describe_call((value.half(), None, scores), DEFAULT_OPTIONS)
-    assert call != launch_memory.describe_call((value, None, scores), (DEFAULT_OPTIONS, True))
-    assert launch_memory.describe_call((value.transpose(1, 3), None, scores), DEFAULT_OPTIONS) is None
-    with torch._subclasses.FakeTensorMode() as mode:
-        assert launch_memory.describe_call((mode.from_tensor(value), None, scores), DEFAULT_OPTIONS) is None
+class Kernel:
+    """A kernel of two tensors and a number."""
+
+    arg_names = ("value", "size", "output")
 
 
-def test_the_oldest_calls_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipes = dict.fromkeys(range(3))
-    monkeypatch.setattr(launch_memory, "_recipes", recipes)
-    monkeypatch.setattr(launch_memory, "_MAX_CALLS", 3)
-    value, output = torch.rand(1), torch.rand(1)
+class Compiled:
+    """Keeps what it is started with."""
 
-    class Kernel:
-        arg_names = ("value", "output")
+    def __init__(self) -> None:
+        self.handed: list[tuple] = []
 
-    launch = launch_memory.Launch(Kernel, 1, {"value": value, "output": output}, 1)
-    launch_memory.remember("new", (value, None), output, launch, None)
-    assert list(recipes) == [1, 2, "new"]
-    launch_memory.remember("twice", (value, value), output, launch, None)
-    assert "twice" not in recipes
+    def __getitem__(self, grid: tuple[int, int, int]):  # type: ignore[no-untyped-def]
+        return lambda *arguments: self.handed.append((grid, *arguments))
+
+
+def test_recipe_puts_addresses_in_their_places() -> None:
+    value, output = torch.rand(4), torch.rand(4)
+    launch = Launch(Kernel, 7, {"value": value, "size": 4, "output": output}, 1)
+    compiled = Compiled()
+    recipe = write_recipe(launch, compiled, (output, None, value))
+    assert recipe is not None
+    others = torch.rand(4), torch.rand(4)
+    recipe.run((others[0], None, others[1]))
+    assert compiled.handed == [((7, 1, 1), others[1].data_ptr(), 4, others[0].data_ptr())]
+
+
+def test_no_recipe_for_copies_for_a_tensor_given_twice_and_from_the_interpreter() -> None:
+    value, output = torch.rand(4), torch.rand(4)
+    launch = Launch(Kernel, 7, {"value": value, "size": 4, "output": output}, 1)
+    assert write_recipe(launch, Compiled(), (value.clone(), output)) is None
+    assert write_recipe(launch, Compiled(), (value,)) is None
+    twice = launch._replace(arguments={"value": value, "size": 4, "output": value})
+    assert write_recipe(twice, Compiled(), (value, value)) is None
+    assert write_recipe(launch, None, (value, output)) is None

@@ -20,7 +20,8 @@ from msda_op.triton.hopper.buckets import count_kernel, plan_kernel, scan_kernel
 from msda_op.triton.hopper.deterministic import sort_kernel
 from msda_op.triton.hopper.forward import forward_kernel
 from msda_op.triton.hopper.reduce import reduce_kernel
-from msda_op.triton.hopper.tuning import FLOAT32_REGISTERS, LAUNCH_SHAPES, REDUCE_REGISTERS, THIN_REGISTERS
+from msda_op.triton.hopper.tuning import FLOAT32_REGISTERS, LAUNCH_SHAPES, REDUCE_REGISTERS
+from msda_op.triton.hopper.tuning import THIN_BOX_REGISTERS, THIN_REGISTERS
 
 tools = Path(triton.__file__).parent / "backends/nvidia/bin"
 report = {}
@@ -58,6 +59,8 @@ def compile_kernel(name, kernel, types, warps=1, registers=None, **constants):
 
 
 sizes = dict(M=8, D=32, L=4, K=4, PIXEL_STRIDE=256, THIN=False)
+dense = dict(OFFSET_STRIDE=256, WEIGHT_HEADS=8, JOINT=False)
+joint = dict(OFFSET_STRIDE=384, WEIGHT_HEADS=24, JOINT=True)
 calls = [("bf16", 0, "few"), ("bf16", 0, "some"), ("bf16", 0, "many"), ("bf16", 2, "few"), ("bf16", 2, "many")]
 calls += [("bf16", 4, "many"), ("fp16", 0, "many"), ("fp16", 2, "few"), ("fp16", 2, "many")]
 calls += [("fp32", 0, "few"), ("fp32", 0, "many"), ("fp32", 2, "many")]
@@ -66,8 +69,9 @@ for dtype, reference, regime in calls:
     types |= {"offsets": "*" + dtype, "grad_offsets": "*" + dtype} if reference else {"grad_locations": "*fp32"}
     types["grad_value"] = "*fp32"
     label = f"{dtype} {reference} {regime}"
+    strides = joint if reference else dense
     shape = LAUNCH_SHAPES[90, "forward", regime]
-    launch = dict(WARPS=shape.warps, ITERATIONS=shape.iterations, REFERENCE=reference, **sizes)
+    launch = dict(WARPS=shape.warps, ITERATIONS=shape.iterations, REFERENCE=reference, **strides, **sizes)
     nothing = types | dict.fromkeys(("bins", "counters"))
     name = f"forward {label}"
     compile_kernel(name, forward_kernel, nothing, shape.warps, shape.registers, COUNT=False, **launch)
@@ -75,7 +79,7 @@ for dtype, reference, regime in calls:
         name = f"counting {label}"
         compile_kernel(name, forward_kernel, types, shape.warps, shape.registers, COUNT=True, **launch)
     shape = LAUNCH_SHAPES[90, "fused backward" if reference else "backward", regime]
-    launch = dict(WARPS=shape.warps, ITERATIONS=shape.iterations, REFERENCE=reference, **sizes)
+    launch = dict(WARPS=shape.warps, ITERATIONS=shape.iterations, REFERENCE=reference, **strides, **sizes)
     if regime == "many":
         scatter = "records"
         count = LAUNCH_SHAPES[90, "count", regime]
@@ -90,7 +94,8 @@ for dtype, reference, regime in calls:
     compile_kernel(name, backward_kernel, types, shape.warps, registers, SCATTER=scatter, **launch)
     if shape.registers is not None and dtype == "bf16":
         launch["THIN"], name = True, f"records of thin levels {label}"
-        compile_kernel(name, backward_kernel, types, shape.warps, THIN_REGISTERS, SCATTER=scatter, **launch)
+        registers = THIN_BOX_REGISTERS if reference == 4 else THIN_REGISTERS
+        compile_kernel(name, backward_kernel, types, shape.warps, registers, SCATTER=scatter, **launch)
 for dtype in ("bf16", "fp16", "fp32"):
     types = {"grad_output": "*" + dtype, "target": "*fp32"}
     for stage in ("buckets",) if dtype == "fp32" else ("buckets", "parts", "colour"):

@@ -14,7 +14,7 @@ from msda_op.triton import hopper, launch
 from msda_op.triton.hopper import tuning
 from parity.cases import INPUT_NAMES, Case, make_inputs
 from parity.comparisons import compare_op, evaluate
-from parity.fused import FUSED_INPUT_NAMES, compare_fused, evaluate_fused, make_fused_inputs
+from parity.fused import FUSED_INPUT_NAMES, FusedInputs, compare_fused, evaluate_fused, make_fused_inputs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CASE = Case("small", ((6, 9), (3, 5)), num_queries=5, head_dim=32, num_points=3)
@@ -44,6 +44,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     for module, name in (
         (hopper.launch, "forward_launch"),
+        (hopper.launch, "main_launch"),
         (hopper, "forward"),
         (hopper, "backward"),
         (hopper, "fused_backward"),
@@ -51,6 +52,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         monkeypatch.setattr(module, name, partial(record, name, getattr(module, name)))
     yield reached
     assert reached
+
+
+def by_one_launch(way: dict[str, bool]) -> bool:
+    """Tells whether a backward pass does without the functions of the path, which others call."""
+    return tuning._MIN_RECORDS > 0 and not way["deterministic"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -61,7 +67,8 @@ def test_plain_op(dtype: torch.dtype, way: dict, calls: list[str]) -> None:
     results = compare_op(op, make_inputs(CASE, dtype, DEVICE, seed=0), INPUT_NAMES)
     assert [result for result in results if not result.passed] == []
     tiles = dtype == torch.float32 and way["deterministic"]
-    assert calls == ["forward_launch", *(() if tiles else ("backward",))]
+    backward = ["main_launch"] if by_one_launch(way) else ["backward", "main_launch"]
+    assert calls == ["forward_launch", *([] if tiles else backward)]
 
 
 @pytest.mark.parametrize("shapes", [((6, 9), (3, 5)), ((6, 9), (15, 1))])
@@ -91,7 +98,58 @@ def test_fused_op(num_coordinates: int, way: dict, calls: list[str]) -> None:
     inputs = make_fused_inputs(CASE, torch.bfloat16, DEVICE, 0, num_coordinates)
     results = compare_fused(op, inputs, FUSED_INPUT_NAMES)
     assert [result for result in results if not result.passed] == []
-    assert calls == ["forward_launch", "fused_backward"]
+    assert calls == ["forward_launch", "fused_backward", "main_launch"]  # which asks for all gradients
+
+
+def parts_of_a_product(inputs: FusedInputs, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns offsets and logits as the parts of one tensor, and that."""
+    offsets, logits = inputs.sampling_offsets, inputs.attention_logits
+    rows = torch.cat((offsets.flatten(2), logits.flatten(2)), -1).to(dtype)
+    parts = rows.split((offsets[0, 0].numel(), logits[0, 0].numel()), dim=-1)
+    return parts[0].view(offsets.shape), parts[1].view(logits.shape), rows
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("num_coordinates", [2, 4])
+def test_parts_of_a_product_give_the_bits_of_copies(
+    num_coordinates: int, dtype: torch.dtype, way: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = replace(CASE, num_points=4)
+    inputs = make_fused_inputs(case, dtype, DEVICE, 0, num_coordinates)
+    offsets, logits, _ = parts_of_a_product(inputs, dtype)
+    launched: list[dict[str, Any]] = []
+    for name in ("forward_launch", "main_launch", "count_launch"):
+        original = getattr(hopper.launch, name)
+
+        def note(*arguments: Any, original: Callable = original) -> Any:
+            launch = original(*arguments)
+            launched.append(launch.arguments)
+            return launch
+
+        monkeypatch.setattr(hopper.launch, name, note)
+    results = []
+    for samples in ((offsets, logits), (offsets.contiguous(), logits.contiguous())):
+        leaves = [tensor.detach().requires_grad_() for tensor in (inputs.value, *samples)]
+        value, *parts = leaves
+        rest = (case.spatial_shapes, None, inputs.reference_points, *parts)
+        output = fused_ms_deform_attn(value, *rest, backend="triton", **way)
+        results.append((output, *torch.autograd.grad(output, leaves, inputs.grad_output)))
+    ours, copies = (launched[: len(launched) // 2], launched[len(launched) // 2 :])
+    tiles = dtype == torch.float32 and way["deterministic"]
+    assert len(ours) == len(copies) == (1 if tiles else 3 if way["deterministic"] else 2)
+    if not tiles:
+        assert all(arguments["offsets"].data_ptr() == offsets.data_ptr() for arguments in ours)
+        assert all(arguments["weights"].data_ptr() == logits.data_ptr() for arguments in ours)
+        grad_offsets, grad_logits = results[0][2:]
+        assert (grad_offsets.stride(), grad_logits.stride()) == (offsets.stride(), logits.stride())
+        assert grad_offsets.untyped_storage().data_ptr() == grad_logits.untyped_storage().data_ptr()
+    assert all(tensor.is_contiguous() for tensor in results[1])
+    for name, one, other in zip(("output", "value", "offsets", "logits"), *results, strict=True):
+        if name == "value" and DEVICE.type == "cuda" and not way["deterministic"]:
+            torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
+        else:
+            assert torch.equal(one, other), name
+    assert not torch.equal(results[0][2], torch.zeros_like(offsets))
 
 
 @pytest.mark.parametrize("fused", [False, True])
