@@ -17,6 +17,7 @@ from msda_op.levels import LevelStarts, SpatialShapes
 
 MAX_CALLS = 4096
 _PLAIN_TYPES = {Tensor, torch.nn.Parameter, type(None)}
+_INTS, _TUPLES = {int}, {tuple}
 _ways: dict[Hashable, Callable[..., Tensor]] = {}
 
 
@@ -78,8 +79,12 @@ def remember(call: Hashable, way: Callable[..., Tensor]) -> None:
 
 def _are_ints(numbers: Any) -> bool:
     """Tells a tuple of ints; a float or a bool would count as the int that it equals."""
-    return type(numbers) is tuple and {*map(type, numbers)} == {int}
+    return type(numbers) is tuple and _INTS.issuperset(map(type, numbers))
 
 
 def _are_pairs(pairs: Any) -> bool:
-    return type(pairs) is tuple and {*map(type, pairs)} == {tuple} and {*map(type, chain(*pairs))} == {int}
+    return (
+        type(pairs) is tuple
+        and _TUPLES.issuperset(map(type, pairs))
+        and _INTS.issuperset(map(type, chain.from_iterable(pairs)))
+    )

@@ -64,7 +64,6 @@ def test_tables_and_choices_are_told_apart() -> None:
         (SHAPES, (0, 12.0)),
         (SHAPES, torch.tensor((0, 12))),
         (torch.tensor(SHAPES), torch.tensor((0, 12))),
-        ((), None),
     ],
     ids=str,
 )
