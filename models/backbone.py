@@ -54,7 +54,7 @@ class ResNetBackbone(nn.Module):
         num_feature_levels: int,
         channels_last: bool,
         fold_norms: bool,
-        fused_norm: bool,
+        fused_norm: bool = True,
     ) -> None:
         """Creates the network and loads its weights.
 
