@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.functional import linear
 
+from msda_op.call_memory import is_watched
+
 
 class JointLinear(nn.Module):
     """Computes the results of several linear layers of the same input by one product.
@@ -45,21 +47,15 @@ def split_rows(rows: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
     The gradient of a split concatenates those of its parts. An op that knows its inputs for parts of one tensor may
     write their gradients as parts of one, which then is the gradient of the rows.
     """
-    if torch.compiler.is_compiling():  # a trace has no memory to look at
+    if is_watched(rows):  # traced or mapped, it has no memory to look at
         return rows.split(list(widths), dim=-1)
     return _SplitRows.apply(rows, widths)
 
 
 class _SplitRows(Function):
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(rows: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, rows: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
         return rows.split(list(widths), dim=-1)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
