@@ -70,23 +70,22 @@ class Attention:
         reference_points: Tensor | None = None,
     ) -> Tensor:
         """Returns `[B, Q, M*D]`; `tables` are those of the call."""
-        spatial_shapes, level_start_index = self.tables or tables
-        inputs = Inputs(value, spatial_shapes, level_start_index, points, scores, reference_points)
+        tensors = (value, *(self.tables or tables), points, scores, reference_points)
         if self.copies:  # once, for both passes
-            inputs = launch.make_contiguous(inputs, self.kept)
-        return _Attend.apply(self, *inputs)
+            tensors = launch.make_contiguous(Inputs._make(tensors), self.kept)
+        return _Attend.apply(self, *tensors)
 
-    def forward(self, inputs: Inputs, needs_value: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Returns the output, and what the backward pass then need not count."""
+    def forward(self, tensors: tuple[Any, ...], needs_value: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Returns the output of inputs in the order of `Inputs`, and what the backward pass then need not count."""
         if needs_value and self.counts:
-            return launch.forward_of_records(inputs, self.options, self.thin_levels)
-        output = inputs.value.new_empty(self.output_shape)
-        tensors = (*inputs, output)
+            return launch.forward_of_records(Inputs._make(tensors), self.options, self.thin_levels)
+        output = tensors[0].new_empty(self.output_shape)
         if self.forward_recipe is not None and _is_on_current_device(output):
-            self.forward_recipe.run(tensors)
+            self.forward_recipe.run((*tensors, output))
         elif output.numel() > 0:
+            inputs = Inputs._make(tensors)
             started = launch.start_forward(inputs, output, self.options, self.thin_levels, self.plan)
-            self.forward_recipe = write_recipe(*started, tensors)
+            self.forward_recipe = write_recipe(*started, (*tensors, output))
         return output, ()
 
     def backward(
@@ -117,10 +116,9 @@ def _is_on_current_device(tensor: Tensor) -> bool:
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, attention: Attention, *tensors: Tensor | None) -> Tensor:
-        inputs = Inputs._make(tensors)
-        output, counted = attention.forward(inputs, ctx.needs_input_grad[1])
+        output, counted = attention.forward(tensors, ctx.needs_input_grad[1])
         ctx.attention = attention
-        ctx.save_for_backward(*inputs, *counted)
+        ctx.save_for_backward(*tensors, *counted)
         return output
 
     @staticmethod
