@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models.layers.feed_forward import relu_dropout
+from models.layers.linear import Linear
 from models.layers.ms_deform_attn import MSDeformAttn
 from models.layers.residual_norm import ResidualNorm
 from models.structures import FeatureLevels
@@ -38,8 +39,8 @@ class DeformableEncoderLayer(nn.Module):
         )
         self.dropout = dropout
         self.norm1 = ResidualNorm(d_model, dropout=dropout, fused=fused_norm)
-        self.linear1 = nn.Linear(d_model, dim_feedforward)
-        self.linear2 = nn.Linear(dim_feedforward, d_model)
+        self.linear1 = Linear(d_model, dim_feedforward)
+        self.linear2 = Linear(dim_feedforward, d_model)
         self.norm2 = ResidualNorm(d_model, dropout=dropout, fused=fused_norm)
 
     def forward(self, features: Tensor, reference_points: Tensor, levels: FeatureLevels) -> Tensor:

@@ -15,6 +15,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from models.layers.fused_frozen_norm import frozen_norm_relu, frozen_norm_residual_relu
 from models.layers.fused_norm import residual_norm
+from models.layers.row_sum import sum_rows
 from msda_op.options import DEFAULT_OPTIONS, Options
 from msda_op.triton import launch
 from msda_op.triton.launch import Inputs, Needs, Targets
@@ -82,6 +83,9 @@ def shipped_calls() -> list[ShippedCall]:
     calls += _hopper_calls()
     calls += _norm_calls()
     calls += _frozen_norm_calls()
+    for dtype_name, dtype in DTYPES.items():
+        rows = _empty(_BATCH * PRESETS["encoder"].num_queries, 256, dtype=dtype)
+        calls.append(ShippedCall(f"row sum {dtype_name}", 256, True, partial(sum_rows, rows)))
     return calls
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.nn.functional import linear
 
+from models.layers.linear import linear
 from msda_op.call_memory import is_watched
 
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import msda_op
 from models.layers.joint_linear import JointLinear
+from models.layers.linear import Linear
 
 
 class MSDeformAttn(nn.Module):
@@ -45,8 +46,8 @@ class MSDeformAttn(nn.Module):
         self.sampling_offsets = nn.Linear(d_model, num_heads * num_levels * num_points * 2)
         self.attention_weights = nn.Linear(d_model, num_heads * num_levels * num_points)
         self.sampling = JointLinear(self.sampling_offsets, self.attention_weights)
-        self.value_proj = nn.Linear(d_model, d_model)
-        self.output_proj = nn.Linear(d_model, d_model)
+        self.value_proj = Linear(d_model, d_model)
+        self.output_proj = Linear(d_model, d_model)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
