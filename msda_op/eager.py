@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from msda_op import registration
 from msda_op.call_memory import is_watched, remember
@@ -73,6 +74,8 @@ class Attention:
         tensors = (value, *(self.tables or tables), points, scores, reference_points)
         if self.copies:  # once, for both passes
             tensors = launch.make_contiguous(Inputs._make(tensors), self.kept)
+        if not torch.is_grad_enabled() and forward_ad._current_level < 0:  # which the function would refuse
+            return self.forward(tensors, needs_value=False)[0]
         return _Attend.apply(self, *tensors)
 
     def forward(self, tensors: tuple[Any, ...], needs_value: bool) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from msda_op import call_memory, eager, fused_ms_deform_attn, ms_deform_attn
 from msda_op.triton import launch
@@ -95,6 +96,25 @@ def test_interpreted_calls_are_not_remembered(made: list) -> None:
     interpreted = DEVICE.type == "cpu"
     assert len(made) == (2 if interpreted else 1)
     assert len(call_memory._ways) == (0 if interpreted else 1)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_forward_derivatives_are_refused(enabled: bool) -> None:
+    """Rather than taken for zero."""
+    value, samples = torch.rand(1, 40, 2, 32, device=DEVICE), torch.rand(1, 3, 2, 2, 4, 2, device=DEVICE)
+    weights = torch.rand(1, 3, 2, 2, 4, device=DEVICE)
+    with forward_ad.dual_level(), torch.set_grad_enabled(enabled), pytest.raises(NotImplementedError, match="jvp"):
+        dual = forward_ad.make_dual(value, torch.ones_like(value))
+        ms_deform_attn(dual, ((4, 5), (2, 10)), None, samples, weights, backend="triton")
+
+
+def test_without_gradients_no_function_is_recorded() -> None:
+    inputs = make_fused_inputs(CASE, torch.float32, DEVICE, 0, 2)
+    offsets, logits = parts_of_a_product(inputs)
+    recorded = attend(inputs, offsets, logits)
+    with torch.no_grad():
+        output = attend(inputs, offsets, logits)
+    assert torch.equal(output, recorded) and recorded.requires_grad and not output.requires_grad
 
 
 @pytest.mark.gpu

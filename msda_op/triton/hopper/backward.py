@@ -193,7 +193,8 @@ def backward_kernel(
     CHUNKS: tl.constexpr = D // 32
     PASSES: tl.constexpr = (L * ((K + 3) // 4) + 3) // 4
     NEEDS_DOTS: tl.constexpr = (grad_locations is not None) or (grad_offsets is not None) or (grad_weights is not None)
-    item, head, first_query = split_program_id(num_queries, M, 2 * WARPS * ITERATIONS)
+    # A buffer for atomics was filled with zeros from its start to its end, of which the L2 cache still holds the end.
+    item, head, first_query = split_program_id(num_queries, M, 2 * WARPS * ITERATIONS, SCATTER == "atomics")
     thread = tl.arange(0, 32 * WARPS)
     lane = thread & 31
     second = lane >= 16

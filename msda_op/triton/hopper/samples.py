@@ -29,9 +29,11 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def split_program_id(num_queries, HEADS: tl.constexpr, QUERIES: tl.constexpr):
+def split_program_id(num_queries, HEADS: tl.constexpr, QUERIES: tl.constexpr, LAST_FIRST: tl.constexpr = False):
     """Returns (batch item as int64, head, first query); the heads of a tile of queries run one after the other."""
     program = tl.program_id(0)
+    if LAST_FIRST:
+        program = tl.num_programs(0) - 1 - program
     tiles = tl.cdiv(num_queries, QUERIES)
     tile = program // HEADS
     return (tile // tiles).to(tl.int64), program % HEADS, tile % tiles * QUERIES
