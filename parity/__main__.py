@@ -11,7 +11,7 @@ from parity.suite import LEVELS, run_suite
 
 def main(arguments: list[str]) -> int:
     """Runs the suite; returns 0 for PASS, 1 for FAIL, 2 for INCONCLUSIVE and 3 for settings that are wrong."""
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or {"-h", "--help"} & set(arguments):
         print(f"{__doc__}\nlevels: {', '.join(LEVELS)}, all\noverrides: keys and groups of configs/parity.yaml")
         return 0 if arguments else 3
     silence_dependencies()

@@ -1,6 +1,7 @@
 """Negative controls: which level sees which fault, and how small a one?"""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
@@ -21,6 +22,11 @@ QUESTION = "Does each level fail a broken op, and how small a fault does it stil
 
 Detect = Callable[[Fault, float], bool]
 
+Measured = tuple[str, dict[str, float | None]]
+"""A level and the smallest size at which it sees each of some faults."""
+
+_UNTRAINED = ("op", "model")
+
 # Many queries share a small coarse level, where sums in a half type go wrong.
 _CASES = (
     Case("uneven levels", ((6, 9), (3, 5), (1, 1)), num_queries=13),
@@ -28,20 +34,29 @@ _CASES = (
 )
 
 
-def run_sensitivity(experiment: Experiment, progress: Progress, workers: Workers | None = None) -> LevelResult:
+def run_sensitivity(
+    experiment: Experiment,
+    progress: Progress,
+    workers: Workers | None = None,
+    begun: Mapping[str, Sequence[Future[Measured]]] | None = None,
+) -> LevelResult:
     """Breaks the op that is compared with, and looks for the smallest fault that each level tells from the sound op.
 
     Args:
         experiment: settings of the levels.
         progress: called with a line now and then.
         workers: processes that share the faults of each level; None measures all of them here.
+        begun: what `begin_untrained` returned, if it was called.
     """
-    sizes = {level: list(values) for level, values in experiment.settings.sensitivity.sizes.items() if values}
-    num_parts = 1 if workers is None else min(workers.count, len(FAULTS))
-    works = [
-        partial(_measure, level, range(part, len(FAULTS), num_parts)) for level in sizes for part in range(num_parts)
-    ]
-    found = [work(experiment, progress) for work in works] if workers is None else workers.run(works)
+    sizes = sizes_by_level(experiment)
+    if workers is None:
+        found = [work(experiment, progress) for level in sizes for work in _share_faults(level, 1)]
+    else:
+        pieces = dict(begun or {})
+        for level in sizes:
+            if level not in pieces:
+                pieces[level] = [workers.start(work) for work in _share_faults(level, workers.count)]
+        found = [piece.result() for level in sizes for piece in pieces[level]]
     smallest: dict[str, dict[str, float | None]] = {fault.name: {} for fault in FAULTS}
     for level, by_fault in found:
         for name, size in by_fault.items():
@@ -60,16 +75,30 @@ def run_sensitivity(experiment: Experiment, progress: Progress, workers: Workers
     return LevelResult("sensitivity", QUESTION, tuple(checks), _describe_sizes(sizes), data)
 
 
-def _measure(
-    level: str, numbers: Sequence[int], experiment: Experiment, progress: Progress
-) -> tuple[str, dict[str, float | None]]:
+def begin_untrained(experiment: Experiment, workers: Workers) -> dict[str, list[Future[Measured]]]:
+    """Has processes measure the levels that train nothing, behind what they have begun; returns what they will find."""
+    levels = [level for level in sizes_by_level(experiment) if level in _UNTRAINED]
+    return {level: [workers.start(work) for work in _share_faults(level, workers.count)] for level in levels}
+
+
+def sizes_by_level(experiment: Experiment) -> dict[str, list[float]]:
+    """Returns the sizes of faults, in 0..1, that are tried in each level in which any are."""
+    return {level: list(values) for level, values in experiment.settings.sensitivity.sizes.items() if values}
+
+
+def _share_faults(level: str, num_processes: int) -> list[partial[Measured]]:
+    num_parts = min(num_processes, len(FAULTS))
+    return [partial(_measure, level, range(part, len(FAULTS), num_parts)) for part in range(num_parts)]
+
+
+def _measure(level: str, numbers: Sequence[int], experiment: Experiment, progress: Progress) -> Measured:
     """Returns a level and the smallest size at which it sees each of the faults with these numbers."""
     detect = _DETECTORS[level](experiment, progress)
     smallest: dict[str, float | None] = {}
     for fault in (FAULTS[number] for number in numbers):
         if level == "op" and fault.damage is None:
             continue
-        smallest[fault.name] = find_smallest(detect, fault, list(experiment.settings.sensitivity.sizes[level]))
+        smallest[fault.name] = find_smallest(detect, fault, sizes_by_level(experiment)[level])
         progress(f"sensitivity: {level} sees {fault.name} down to {smallest[fault.name]}")
     return level, smallest
 

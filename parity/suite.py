@@ -19,7 +19,7 @@ from parity.plan import Training, describe_plan, plan_trainings
 from parity.recording import Progress
 from parity.report import write_report
 from parity.results import LevelResult, Verdict, build_document
-from parity.sensitivity import run_sensitivity
+from parity.sensitivity import begin_untrained, run_sensitivity
 from parity.step_time import run_speed
 from parity.training import build_data, set_flags
 from parity.trajectory import run_trajectory
@@ -71,7 +71,7 @@ def run_suite(word: str, overrides: Sequence[str], progress: Progress) -> Verdic
         document = _run_levels(experiment, names, manifest, progress, LEVELS)
     else:
         with Workers(experiment, count, progress) as workers:
-            levels = _shared_levels(workers, trainings)
+            levels = _shared_levels(experiment, names, workers, trainings)
             document = _run_levels(experiment, names, manifest, progress, levels)
     progress(f"{document['verdict']}: see {experiment.output / 'report.html'}")
     return Verdict(document["verdict"])
@@ -98,9 +98,12 @@ def _run_levels(
     return document
 
 
-def _shared_levels(workers: Workers, trainings: Sequence[Training]) -> dict[str, Level]:
+def _shared_levels(
+    experiment: Experiment, names: Sequence[str], workers: Workers, trainings: Sequence[Training]
+) -> dict[str, Level]:
     """Has processes begin with all trainings, and returns the levels, which wait for theirs and read them back."""
     futures = {training: workers.start(training) for training in trainings}
+    begun = begin_untrained(experiment, workers) if "sensitivity" in names else None
 
     def waiting(name: str, level: Level) -> Level:
         def run(experiment: Experiment, progress: Progress) -> LevelResult:
@@ -113,7 +116,7 @@ def _shared_levels(workers: Workers, trainings: Sequence[Training]) -> dict[str,
 
         return run
 
-    levels: dict[str, Level] = {**LEVELS, "sensitivity": partial(run_sensitivity, workers=workers)}
+    levels: dict[str, Level] = {**LEVELS, "sensitivity": partial(run_sensitivity, workers=workers, begun=begun)}
     return {name: waiting(name, level) for name, level in levels.items()}
 
 

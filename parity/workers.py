@@ -2,7 +2,7 @@
 
 import multiprocessing
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing.queues import SimpleQueue
 from types import TracebackType
@@ -50,10 +50,6 @@ class Workers:
     def start(self, work: Work) -> "Future[Any]":
         """Puts a piece of work at the end of the queue."""
         return self._pool.submit(_do, work)
-
-    def run(self, works: Sequence[Work]) -> list[Any]:
-        """Returns the results of pieces of work, in their order."""
-        return [future.result() for future in [self.start(work) for work in works]]
 
     def close(self) -> None:
         """Ends the processes, after the pieces that have begun."""

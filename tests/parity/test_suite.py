@@ -96,8 +96,9 @@ def test_wrong_settings_are_refused_in_a_line(arguments, message, capsys):
     assert message in error
 
 
-def test_help_lists_the_levels(capsys):
-    assert main(["--help"]) == 0
+@pytest.mark.parametrize("arguments", [["--help"], ["all", "-h"]])
+def test_help_lists_the_levels(arguments, capsys):
+    assert main(arguments) == 0
     assert "sensitivity, speed, all" in capsys.readouterr().out
     assert main([]) == 3
 

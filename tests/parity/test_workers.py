@@ -5,6 +5,7 @@ import pytest
 from parity.arms import Arm, arm_hash, load_experiment
 from parity.plan import Training
 from parity.recording import record
+from parity.sensitivity import begin_untrained, run_sensitivity
 from parity.suite import run_suite
 from parity.workers import Workers
 
@@ -20,7 +21,8 @@ def test_arms_of_other_processes_are_the_same_bit_for_bit(overrides, experiment,
     lines: list[str] = []
     arms = [Arm("A", "reference", 42), Arm("B", "reference", 42)]
     with Workers(elsewhere, 2, lines.append) as workers:
-        workers.run([Training("trajectory", arm, STEPS) for arm in arms])
+        for future in [workers.start(Training("trajectory", arm, STEPS)) for arm in arms]:
+            future.result()
         broken = workers.start(Training("trajectory", Arm("A", "reference", 42, fault="typo"), STEPS))
         with pytest.raises(ValueError, match=r"fault must be one of .*, got 'typo'"):
             broken.result()
@@ -45,3 +47,20 @@ def test_levels_read_back_what_processes_trained(overrides, tmp_path):
     assert sum(line.endswith("4 steps, read back") for line in lines) == 4
     assert sum("step 4 of 4" in line for line in lines) == 4
     assert len(list((tmp_path / "arms").glob("*.json"))) == 4
+
+
+def test_faults_are_measured_while_a_level_before_waits(overrides, tmp_path):
+    """Those that need no training, in processes, with the findings of this one."""
+    sizes = ["parity.sensitivity.sizes={op: [1.0, 0.001], model: [], trajectory: [], ensemble: [], evaluation: []}"]
+    elsewhere = load_experiment([*overrides, *sizes, f"output={tmp_path}"])
+    lines: list[str] = []
+    with Workers(elsewhere, 2, lines.append) as workers:
+        begun = begin_untrained(elsewhere, workers)
+        assert [len(pieces) for pieces in begun.values()] == [2]
+        shared = run_sensitivity(elsewhere, silent, workers, begun)
+    alone = run_sensitivity(elsewhere, silent)
+    assert shared.data == alone.data
+    assert shared.checks == alone.checks
+    found = [row["smallest"] for row in alone.data["rows"] if row["smallest"]]
+    assert any(smallest["op"] == 0.001 for smallest in found)
+    assert sum("sensitivity: op sees" in line for line in lines) == len(found)
