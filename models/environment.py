@@ -4,15 +4,19 @@ import importlib.metadata
 import logging
 import os
 import platform
+import re
+import shlex
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 PACKAGES = ("triton-detr", "torch", "torchvision", "triton", "lightning", "hydra-core", "pycocotools", "numpy", "scipy")
+ABSOLUTE_PATH = re.compile(r"""(?:^|(?<=[=:,\[({"']))/(?!/)[^,\])}"']*""")
 
 
 def package_versions() -> dict[str, str]:
@@ -44,17 +48,39 @@ def source_commit() -> dict[str, Any]:
     return {"commit": commit, "dirty": bool(status.strip())}
 
 
-def running_command() -> str:
-    """Returns the command line that runs, without the folder of the installation: `-m package.module` for a module."""
+def running_command(*, without: tuple[str, ...] = ()) -> str:
+    """Returns the command line that runs, quoted so that a shell takes it again.
+
+    The folder of the installation is left out (`-m package.module` for a module), and so are arguments that begin with
+    one of `without`.
+    """
+    return shlex.join([*_program(), *(word for word in sys.argv[1:] if not word.startswith(without))])
+
+
+def cut_folders(words: Iterable[str]) -> list[str]:
+    """Returns a command's words with absolute paths cut to their last component, for records that are passed on.
+
+    A path counts at the beginning of a word, and behind `=`, `:`, a comma, a bracket or a quote: `--out /a/b.json`,
+    `data.root=/a/b`, `files=[/a/b,/a/c]`; not behind `//`, as in an address.
+    """
+    return [ABSOLUTE_PATH.sub(lambda found: Path(found[0]).name, word) for word in words]
+
+
+def relative_path(path: Path) -> str:
+    """Returns a path as a person would type it: relative where it lies below the working folder."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _program() -> list[str]:
+    """The words of the command that name the program."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    program = Path(sys.argv[0]).name if spec is None else f"-m {spec.name.removesuffix('.__main__')}"
-    return " ".join(["python", program, *sys.argv[1:]])
+    return ["python", *([Path(sys.argv[0]).name] if spec is None else ["-m", spec.name.removesuffix(".__main__")])]
 
 
 def describe_environment() -> dict[str, Any]:
-    """Describes software, hardware and source of the running process, ready for JSON."""
+    """Describes software, hardware and source of the running process, ready for JSON, without its folders."""
     return {
-        "command": running_command(),
+        "command": shlex.join([*_program(), *cut_folders(sys.argv[1:])]),
         "python": platform.python_version(),
         "packages": package_versions(),
         "cuda": torch.version.cuda,

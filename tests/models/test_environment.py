@@ -1,15 +1,25 @@
 import importlib.machinery
 import json
 import logging
+import shlex
 import subprocess
 import sys
 import types
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
-from models.environment import allow_tf32, describe_environment, running_command, silence_dependencies, source_commit
+from models.environment import (
+    allow_tf32,
+    cut_folders,
+    describe_environment,
+    relative_path,
+    running_command,
+    silence_dependencies,
+    source_commit,
+)
 
 
 def test_description_names_versions_and_commit():
@@ -44,6 +54,43 @@ def test_command_names_no_folder_of_the_machine(monkeypatch, spec, expected):
     monkeypatch.setitem(sys.modules, "__main__", module)
     monkeypatch.setattr(sys, "argv", ["/somewhere/else/run.py", "op=triton"])
     assert running_command() == expected
+
+
+def test_command_is_typed_again_as_it_was(monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setattr(sys, "argv", ["train.py", 'data.root="/a b"', "trainer.max_epochs=2", "ckpt_path=/c/last.ckpt"])
+    command = running_command(without=("ckpt_path=", "trainer."))
+    assert shlex.split(command) == ["python", "train.py", 'data.root="/a b"']
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("/somewhere/x.json", "x.json"),
+        ("--out=/somewhere/x.json", "--out=x.json"),
+        ("data.root=/data/coco/", "data.root=coco"),
+        ('data.root="/data/my coco"', 'data.root="my coco"'),
+        ("files=[/a/b,/c/d]", "files=[b,d]"),
+        ("op={path:/a/b,more:/c}", "op={path:b,more:c}"),
+        ("results/x.json", "results/x.json"),
+        ("op=triton", "op=triton"),
+        ("url=https://host/file", "url=https://host/file"),
+    ],
+)
+def test_absolute_paths_are_cut_to_their_last_component(word, expected):
+    assert cut_folders([word]) == [expected]
+
+
+def test_description_names_no_folder_of_the_machine(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/somewhere/benchmark.py", "--out", "/elsewhere/x.json", "data.root=/data/coco"])
+    command = describe_environment()["command"]
+    assert command.endswith("--out x.json data.root=coco")
+    assert "where" not in command
+
+
+def test_paths_are_relative_where_they_can_be():
+    assert relative_path(Path.cwd() / "runs" / "a") == "runs/a"
+    assert relative_path(Path("/elsewhere/a")) == "/elsewhere/a"
 
 
 def test_a_copy_of_the_sources_is_told_its_commit(monkeypatch):
