@@ -20,6 +20,7 @@ from models.detector import Detector
 from models.divergence import TrainingDiverged
 from models.environment import allow_tf32, silence_dependencies
 from models.preflight import check_resumption, check_run, resolve_checkpoint
+from models.resuming import stopping_signal
 from models.settings import check_numbers, check_resumed_settings
 
 USER_ERRORS = (ValueError, FileNotFoundError, ModuleNotFoundError, MisconfigurationException)
@@ -28,6 +29,18 @@ USER_ERRORS = (ValueError, FileNotFoundError, ModuleNotFoundError, Misconfigurat
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
 def main(cfg: DictConfig) -> float | None:
     """Runs one job; returns the last validation AP, which a sweep can optimise."""
+    try:
+        return run(cfg)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except SystemExit as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # the trainer's way to pass it on
+            sys.exit(128 + signal.SIGINT)
+        raise
+
+
+def run(cfg: DictConfig) -> float | None:
+    """Trains or validates; what a person can mend ends the process with one line."""
     try:
         detector, datamodule, trainer = build(cfg)
     except USER_ERRORS as error:
@@ -49,7 +62,7 @@ def main(cfg: DictConfig) -> float | None:
             raise
         sys.exit(f"error: {explanation}")
     except SIGTERMException:
-        sys.exit(128 + signal.SIGTERM)
+        sys.exit(128 + stopping_signal(trainer))
     ap = trainer.callback_metrics.get("val/AP")
     return None if ap is None else float(ap)
 

@@ -1,5 +1,6 @@
 """Lightning data modules: any data set in COCO's format, and the synthetic one."""
 
+import signal
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -168,7 +169,13 @@ class CocoDataModule(LightningDataModule):
             "persistent_workers": self.num_workers > 0,
             "pin_memory": torch.cuda.is_available(),
             "collate_fn": partial[Batch](collate, size_divisor=self.size_divisor),
+            "worker_init_fn": ignore_interrupts,
         }
+
+
+def ignore_interrupts(worker_id: int) -> None:
+    """Leaves Ctrl-C, which a terminal sends to workers too, to the process that they load for."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class SyntheticDataModule(CocoDataModule):

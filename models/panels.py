@@ -16,7 +16,8 @@ from rich.text import Text
 
 import msda_op
 from models.callbacks import closes_log_window
-from models.environment import running_command
+from models.environment import relative_path, running_command
+from models.resuming import STARTING
 
 METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 FILES = {
@@ -36,7 +37,7 @@ FILES = {
 }
 """What a run may leave in its folder, in the order in which a person wants it."""
 
-RESUMING = ("ckpt_path=", "trainer.max_epochs=", "trainer.max_steps=")
+RESUMING = (*STARTING, "trainer.max_epochs=", "trainer.max_steps=")
 """Words of a command that the one that trains on has anew."""
 
 
@@ -74,14 +75,19 @@ class RunPanels(Callback):
         }
         if trainer.global_step:
             rows["resumed"] = f"after {_counted(trainer.global_step, 'step')}"
-        _print_panel("training", {**self._describe(trainer, pl_module), **rows, "run folder": _shown(self.run_dir)})
+        _print_panel(
+            "training", {**self._describe(trainer, pl_module), **rows, "run folder": relative_path(self.run_dir)}
+        )
 
     @rank_zero_only
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints the panel of a run that only validates; otherwise stops an estimate that it would disturb."""
         self._first_batch_ended = None
         if trainer.state.fn == "validate":
-            rows = {"validation": f"{_count(trainer.val_dataloaders)} images", "run folder": _shown(self.run_dir)}
+            rows = {
+                "validation": f"{_count(trainer.val_dataloaders)} images",
+                "run folder": relative_path(self.run_dir),
+            }
             _print_panel("validation", {**self._describe(trainer, pl_module), **rows})
 
     @rank_zero_only
@@ -159,16 +165,16 @@ class RunPanels(Callback):
             return []
         epochs = trainer.max_epochs or -1
         more = f"trainer.max_epochs={2 * epochs}" if epochs > 0 else f"trainer.max_steps={2 * trainer.max_steps}"
-        again = " ".join(word for word in running_command().split(" ") if not word.startswith(RESUMING))
+        again = running_command(without=RESUMING)
         return [
-            f"predict:   python -m scripts.predict IMAGES --model {_shown(shown)}",
-            f"export:    python -m scripts.export ckpt={_shown(shown)} format=onnx out=detector",
-            f"train on:  {again} ckpt_path={_shown(last)} {more}",
+            f"predict:   python -m scripts.predict IMAGES --model {relative_path(shown)}",
+            f"export:    python -m scripts.export ckpt={relative_path(shown)} format=onnx out=detector",
+            f"train on:  {again} ckpt_path={relative_path(last)} {more}",
         ]
 
     def _files(self) -> dict[str, str]:
         """The rows on what is in the run folder by now."""
-        rows = {"run folder": _shown(self.run_dir)}
+        rows = {"run folder": relative_path(self.run_dir)}
         return rows | {f"  {name}": what for name, what in FILES.items() if (self.run_dir / name).exists()}
 
 
@@ -219,11 +225,6 @@ def _duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def _shown(path: Path) -> str:
-    """A path as a person would type it: relative where it lies below the working folder."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _print_panel(title: str, rows: dict[str, str]) -> None:

@@ -1,14 +1,31 @@
-"""Callbacks that make a resumed run equal to one that was never stopped, and save a run that is told to stop."""
+"""Callbacks that make a resumed run equal to one that was never stopped, and save where a run stops."""
 
 import hashlib
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from rich.console import Console
+from rich.text import Text
 
 from models.csv_logger import AppendingCSVLogger
+from models.environment import relative_path, running_command
+
+STARTING = ("ckpt_path=", "model.weights=")
+"""Words of a command that say where a run starts, and that one which goes on has anew."""
+
+_SHOW_CURSOR = "\x1b[?25h"
+_INTERRUPTED = "\nstopping after this step and saving; Ctrl-C again ends at once\n"
 
 
 class StepSeeds(Callback):
@@ -37,23 +54,120 @@ class StepSeeds(Callback):
         torch.manual_seed(int.from_bytes(hashlib.blake2b(place.encode(), digest_size=4).digest(), "little"))
 
 
-class PreemptionCheckpoint(Callback):
-    """Saves a checkpoint when the run is told to stop by SIGTERM, after the batch that it is at.
+class StopCheckpoint(Callback):
+    """Saves where a training stops: by SIGTERM, by Ctrl-C, or at its end if no checkpoint has been saved since.
 
-    Within a window of accumulated gradients, which no checkpoint holds, nothing is saved: the last checkpoint stands.
+    Either signal is obeyed after the batch at hand; an evaluation that it cuts short begins anew in the resumed run.
+    Within a window of accumulated gradients, which no checkpoint holds, Ctrl-C waits for its end, while at SIGTERM
+    nothing is saved: the checkpoint before stands. A second Ctrl-C ends the process at once.
+
+    Stands before the averaging of weights among the callbacks, which ends by giving the trained weights up.
 
     Args:
         path: The file to save.
+
+    Attributes:
+        is_interrupted: Whether it is Ctrl-C that stops the run.
+
+    Notes:
+        Where several processes train they agree on Ctrl-C by the reduction of a number, at every step and batch.
     """
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
+        self.is_interrupted = False
+        self._saved_step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Takes Ctrl-C over from here on: before, there is nothing to save. The trainer gives it back when it ends."""
+        self._saved_step = trainer.global_step
+        message = f"{_SHOW_CURSOR if sys.stderr.isatty() else ''}{_INTERRUPTED}" if trainer.is_global_zero else ""
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            self.is_interrupted = True
+            os.write(2, message.encode())  # print could meet itself here
+
+        signal.signal(signal.SIGINT, interrupt)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Obeys Ctrl-C."""
+        if _has_stepped(trainer):
+            self._obey(trainer)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *place: int
+    ) -> None:
+        """Obeys Ctrl-C."""
+        if trainer.validating and trainer.state.fn == "fit":
+            self._obey(trainer)
+
+    def _obey(self, trainer: Trainer) -> None:
+        """Has the trainer raise what it raises at SIGTERM, at its next safe place, in all processes."""
+        self.is_interrupted = trainer.strategy.reduce_boolean_decision(self.is_interrupted, all=False)
+        trainer._signal_connector.received_sigterm |= self.is_interrupted
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Saves; Lightning raises the exception in all processes at the same batch."""
-        if isinstance(exception, SIGTERMException) and trainer.state.fn == "fit" and self._has_stepped(trainer):
-            trainer.save_checkpoint(self.path)
+        """Saves after a signal; the trainer raises the exception in all processes at the same batch."""
+        if not isinstance(exception, SIGTERMException) or trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
+        if not _has_stepped(trainer):
+            return
+        if trainer.validating:
+            _reopen_evaluation(trainer, pl_module)
+        trainer.save_checkpoint(self.path)
+        if trainer.is_global_zero:
+            command = f"{running_command(without=STARTING)} {shlex.quote(f'ckpt_path={relative_path(self.path)}')}"
+            text = f"stopped and saved after {trainer.global_step} steps; to go on: {command}"
+            Console(stderr=True).print(Text(text), soft_wrap=True)  # never broken, to be copied
 
-    def _has_stepped(self, trainer: Trainer) -> bool:
-        """Whether the last batch closed a window of accumulated gradients."""
-        return (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Notes that the state after this step is saved, by whichever callback."""
+        self._saved_step = trainer.global_step
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Saves the last state unless that is done, as after an evaluation; Ctrl-C is Python's again."""
+        if self._saved_step != trainer.global_step:
+            with _reopened_epoch(trainer):
+                trainer.save_checkpoint(self.path)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def stopping_signal(trainer: Trainer) -> signal.Signals:
+    """Returns the signal that has stopped a training: SIGINT or SIGTERM."""
+    saved = [callback for callback in trainer.callbacks if isinstance(callback, StopCheckpoint)]  # type: ignore[attr-defined]
+    return signal.SIGINT if any(callback.is_interrupted for callback in saved) else signal.SIGTERM
+
+
+def _has_stepped(trainer: Trainer) -> bool:
+    """Whether the last batch closed a window of accumulated gradients."""
+    return (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
+
+
+def _reopen_evaluation(trainer: Trainer, pl_module: LightningModule) -> None:
+    """Undoes the beginning of an evaluation: trained weights come back, and a resumed run repeats it."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by Lightning, undeclared
+        if isinstance(callback, WeightAveraging):
+            callback.on_validation_epoch_end(trainer, pl_module)  # exchanges averaged and trained weights
+    progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+    progress.current.reset()
+    total = progress.total
+    total.processed = total.completed = total.started - 1  # type: ignore[attr-defined]  # marks it as cut short
+
+
+@contextmanager
+def _reopened_epoch(trainer: Trainer) -> Iterator[None]:
+    """Counts an epoch that was left before its last batch as under way, so that a resumed run goes on within it."""
+    left_over = int(not trainer.is_last_batch)
+    progress = trainer.fit_loop.epoch_progress
+    for count in (progress.total, progress.current):
+        count.processed -= left_over  # type: ignore[attr-defined]  # of a class that has it
+        count.completed -= left_over
+    try:
+        yield
+    finally:
+        for count in (progress.total, progress.current):
+            count.processed += left_over  # type: ignore[attr-defined]
+            count.completed += left_over

@@ -34,14 +34,29 @@ TINY = [
     "data.num_train=8",
     "data.num_val=2",
     "data.batch_size=2",
+    "data.eval_batch_size=1",
     "data.num_workers=0",
     "model.transformer.num_queries=20",
     "model.transformer.dropout=0.1",
 ]
 
 
+EVALUATION = "evaluation"
+
+
 class Killed(Exception):
     """Stands in for a crash."""
+
+
+class ActInEvaluation(pl.Callback):
+    """Does something once, after the first batch of the first evaluation."""
+
+    def __init__(self, action):
+        self.action = action
+
+    def on_validation_batch_end(self, trainer, pl_module, *arguments):
+        action, self.action = self.action, lambda *_: None
+        action(trainer, pl_module)
 
 
 class ActAtStep(pl.Callback):
@@ -69,6 +84,14 @@ def terminate(trainer, pl_module):
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def interrupt(trainer, pl_module):
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def end(trainer, pl_module):
+    trainer.should_stop = True
+
+
 def composed(run_dir, cache, *overrides) -> DictConfig:
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         words = [*TINY, f"data.cache_dir={cache}", *overrides]
@@ -86,7 +109,7 @@ def fit(run_dir, cache, *overrides, action=None, step=None):
     cfg = composed(run_dir, cache, *overrides)
     detector, datamodule, trainer = train.build(cfg)
     if action is not None:
-        trainer.callbacks.insert(0, ActAtStep(step, action))
+        trainer.callbacks.insert(0, ActInEvaluation(action) if step == EVALUATION else ActAtStep(step, action))
     try:
         trainer.fit(detector, datamodule, ckpt_path=cfg.ckpt_path)
     finally:
@@ -142,18 +165,47 @@ def whole(cache, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("action", "error", "step"),
-    [(terminate, SIGTERMException, 2), (crash, Killed, 5)],
-    ids=["sigterm", "crash in the second epoch"],
+    ("action", "error", "step", "saved"),
+    [
+        (terminate, SIGTERMException, 2, 2),
+        (terminate, SIGTERMException, EVALUATION, 4),
+        (interrupt, SIGTERMException, 3, 3),
+        (interrupt, SIGTERMException, 4, 4),
+        (interrupt, SIGTERMException, EVALUATION, 4),
+        (crash, Killed, 5, 4),
+    ],
 )
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(whole, cache, tmp_path, action, error, step):
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(whole, cache, tmp_path, action, error, step, saved):
     with pytest.raises(error):
         fit(tmp_path, cache, "ema=exponential", action=action, step=step)
-    stopped = checkpoint_of(tmp_path)["global_step"]
-    assert stopped == (step if error is SIGTERMException else step - 1)
+    assert checkpoint_of(tmp_path)["global_step"] == saved
     fit(tmp_path, cache, "ema=exponential", "ckpt_path=auto", "data.num_workers=1")
     assert differences(tmp_path, whole) == []
     assert rows_of(tmp_path) == rows_of(whole)
+
+
+@pytest.mark.parametrize("step", [2, 5])
+def test_a_run_that_ends_between_evaluations_is_saved_and_goes_on(whole, cache, tmp_path, step):
+    words = ["ema=exponential", "callbacks.step_checkpoint=null"]
+    fit(tmp_path, cache, *words, action=end, step=step)
+    assert checkpoint_of(tmp_path)["global_step"] == step
+    fit(tmp_path, cache, *words, "ckpt_path=auto")
+    assert differences(tmp_path, whole) == []
+
+
+@pytest.mark.parametrize(("max_steps", "saved"), [(3, [3]), (4, [4, 4]), (6, [4, 4, 6])])
+def test_the_end_is_saved_once(cache, tmp_path, monkeypatch, max_steps, saved):
+    """An evaluation, after step 4, saves the best and the last checkpoint."""
+    steps = []
+    save = pl.Trainer.save_checkpoint
+    monkeypatch.setattr(
+        pl.Trainer,
+        "save_checkpoint",
+        lambda trainer, *arguments: (steps.append(trainer.global_step), save(trainer, *arguments)),
+    )
+    fit(tmp_path, cache, f"trainer.max_steps={max_steps}", "callbacks.step_checkpoint=null")
+    assert steps == saved
+    assert checkpoint_of(tmp_path)["global_step"] == max_steps
 
 
 KILLED_AT_STEP_3 = """

@@ -4,8 +4,11 @@ import csv
 import json
 import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -111,6 +114,40 @@ def test_training_on_two_processes_runs(cache, tmp_path):
     assert summary["steps"] == 2
     assert summary["manifest"]["world_size"] == 2
     assert [folder.name for folder in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(
+    "trainer", [["data.num_workers=1"], ["trainer=ddp", "trainer.accelerator=cpu"]], ids=["one", "two"]
+)
+def test_ctrl_c_saves_and_says_how_to_go_on(trainer, cache, tmp_path):
+    """A terminal sends the signal to all processes of the command, loader workers included."""
+    run_dir = tmp_path / "run"
+    overrides = [*TINY, *trainer, "data.batch_size=1", "trainer.max_epochs=1000", "trainer.limit_val_batches=1"]
+    command = [sys.executable, str(ROOT / "train.py"), *overrides, f"hydra.run.dir={run_dir}"]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_DETR_CACHE": str(cache)}
+    process = subprocess.Popen(
+        command, cwd=cache, env=variables, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    last = run_dir / "checkpoints" / "last.ckpt"
+    while not last.exists():
+        assert process.poll() is None
+        time.sleep(0.1)
+    evaluated = last.stat().st_mtime_ns
+    os.killpg(process.pid, signal.SIGINT)
+    _, messages = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "Traceback" not in messages
+    assert last.stat().st_mtime_ns > evaluated
+    steps = torch.load(last, weights_only=True)["global_step"]
+    stopped = re.findall(
+        r"^stopped and saved after (\d+) steps; to go on: python train.py (.*)$", messages, re.MULTILINE
+    )
+    assert [int(number) for number, _ in stopped] == [steps]
+    again = [*shlex.split(stopped[0][1]), f"trainer.max_steps={steps + 1}"]
+    assert f"ckpt_path={last}" in again
+    result = run_train(*again, cache=cache)
+    assert result.returncode == 0, result.stderr
+    assert summary_of(run_dir)["steps"] == steps + 1
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,7 @@
+import multiprocessing
+import os
+import signal
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -52,6 +56,15 @@ def test_training_batches_are_full_and_shuffled_by_seed_and_epoch(build):
     assert first != ids_of(build(seed=1).train_dataloader())
     loader.sampler.set_epoch(1)
     assert first != ids_of(loader)
+
+
+def test_workers_leave_ctrl_c_to_the_training(build):
+    loader = build(num_workers=1, batch_size=1).train_dataloader()
+    batches = iter(loader)
+    next(batches)
+    for worker in multiprocessing.active_children():
+        os.kill(worker.pid, signal.SIGINT)
+    assert len(list(batches)) == len(loader) - 1
 
 
 def test_validation_takes_every_image_in_order(build):

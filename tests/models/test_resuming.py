@@ -1,7 +1,10 @@
 """Signals of a cluster; equality of stopped and whole runs is in tests/test_resuming.py."""
 
 import os
+import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -11,7 +14,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
-from models.resuming import PreemptionCheckpoint, StepSeeds
+from models.resuming import StepSeeds, StopCheckpoint
 
 
 class Signalled(pl.LightningModule):
@@ -44,7 +47,7 @@ def fit(module, folder, **settings):
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        callbacks=[PreemptionCheckpoint(str(folder / "last.ckpt")), StepSeeds(seed=1)],
+        callbacks=[StopCheckpoint(str(folder / "last.ckpt")), StepSeeds(seed=1)],
         **settings,
     )
     trainer.fit(module, DataLoader(torch.ones(6, 1)))
@@ -57,6 +60,56 @@ def test_sigterm_saves_where_no_gradient_is_lost(tmp_path, at_batch, is_saved):
     assert (tmp_path / "last.ckpt").is_file() == is_saved
     if is_saved:
         assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 2
+
+
+@pytest.mark.parametrize(("at_batch", "step"), [(3, 2), (2, 2), (4, 3), (5, 3)])
+def test_an_interrupt_waits_for_the_gradients_at_hand_and_says_how_to_go_on(tmp_path, capsys, at_batch, step):
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SIGTERMException):
+        fit(Signalled(signal.SIGINT, at_batch), tmp_path, accumulate_grad_batches=2)
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == step
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(
+        rf"stopped and saved after {step} steps; to go on: python .* ckpt_path=\S+last\.ckpt", last_line
+    )
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+INTERRUPTED_TWICE = """
+import os, signal, sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+sys.path.insert(0, "")
+spec = spec_from_file_location("resuming", sys.argv[1])
+module = module_from_spec(spec)
+spec.loader.exec_module(module)
+class Twice(module.Signalled):
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        os.kill(os.getpid(), signal.SIGINT)
+        print("still here")
+module.fit(Twice(signal.SIGINT, 0), Path(sys.argv[2]))
+"""
+
+
+def test_a_second_interrupt_ends_at_once(tmp_path):
+    command = [sys.executable, "-c", INTERRUPTED_TWICE, __file__, str(tmp_path)]
+    result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert result.returncode == -signal.SIGINT
+    assert "Ctrl-C again ends at once" in result.stderr
+    assert "still here" not in result.stdout
+    assert not (tmp_path / "last.ckpt").exists()
+
+
+def test_an_interrupt_before_the_first_step_is_python_s(tmp_path):
+    class Early(Signalled):
+        def on_fit_start(self):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(SystemExit) as caught:
+        fit(Early(0, -1), tmp_path)
+    assert isinstance(caught.value.__context__, KeyboardInterrupt)
+    assert not (tmp_path / "last.ckpt").exists()
 
 
 def test_slurm_s_signal_saves_and_requeues(tmp_path, monkeypatch):
