@@ -19,7 +19,7 @@ from models.compilation import compile_regions
 from models.detector import Detector
 from models.divergence import TrainingDiverged
 from models.environment import allow_tf32, silence_dependencies
-from models.preflight import check_resumption, check_run, resolve_checkpoint
+from models.preflight import check_resumption, check_run, match_validation, resolve_checkpoint
 from models.resuming import stopping_signal
 from models.settings import check_numbers, check_resumed_settings
 
@@ -78,8 +78,9 @@ def build(cfg: DictConfig) -> tuple[Detector, CocoDataModule, pl.Trainer]:
     pl.seed_everything(cfg.seed, workers=True, verbose=False)
     datamodule = instantiate(cfg.data)
     datamodule.check()
-    categories = [{"id": category.id, "name": category.name} for category in datamodule.categories]
-    check_resumption(cfg, categories)
+    check_resumption(cfg, datamodule.category_rows)
+    if cfg.mode == "validate":
+        datamodule.order_categories(match_validation(cfg, datamodule.category_rows))
     cfg.num_classes = datamodule.num_classes
     detector = Detector(
         model=instantiate(cfg.model),
@@ -91,7 +92,7 @@ def build(cfg: DictConfig) -> tuple[Detector, CocoDataModule, pl.Trainer]:
     )
     if cfg.compile:
         compile_regions(detector)
-    return detector, datamodule, build_trainer(cfg, categories)
+    return detector, datamodule, build_trainer(cfg, datamodule.category_rows)
 
 
 def build_trainer(cfg: DictConfig, categories: list[dict[str, Any]]) -> pl.Trainer:

@@ -1,6 +1,7 @@
 """Lightning data modules: any data set in COCO's format, and the synthetic one."""
 
 import signal
+from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,22 @@ class CocoDataModule(LightningDataModule):
     def categories(self) -> tuple[Category, ...]:
         """All categories, in the order of the contiguous labels."""
         return read_categories(self.val_json)
+
+    @property
+    def category_rows(self) -> list[dict[str, Any]]:
+        """The categories as plain values: one `{"id": ..., "name": ...}` for each contiguous label."""
+        return [{"id": category.id, "name": category.name} for category in self.categories]
+
+    def order_categories(self, places: Sequence[int]) -> None:
+        """Gives the contiguous labels to the categories anew, for the evaluation of a detector of another order.
+
+        Args:
+            places: For each label of the detector the place of its category in `categories`.
+
+        Notes:
+            For validation alone: targets of a training keep the order of the annotation files.
+        """
+        self.categories = tuple(self.categories[place] for place in places)
 
     @property
     def num_classes(self) -> int:

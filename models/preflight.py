@@ -1,5 +1,7 @@
 """Checks of a run's settings against each other and against the machine, before data is read."""
 
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +9,13 @@ import torch
 from omegaconf import DictConfig
 
 import msda_op
+from models import checkpoints
 from models.checkpoint_io import read_checkpoint
 
 MODES = ("train", "validate")
+_NAMED = 5
+
+logger = logging.getLogger(__name__)
 
 
 def device_type(accelerator: str) -> str:
@@ -34,8 +40,8 @@ def resolve_checkpoint(cfg: DictConfig) -> None:
         cfg.ckpt_path = str(last) if last.is_file() else None
 
 
-def check_resumption(cfg: DictConfig, categories: list[dict[str, Any]]) -> None:
-    """Refuses to resume a run that has ended, or one of other categories.
+def check_resumption(cfg: DictConfig, categories: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses to go on with a training that has ended, or on data of other categories.
 
     Args:
         cfg: The composed configuration.
@@ -44,17 +50,16 @@ def check_resumption(cfg: DictConfig, categories: list[dict[str, Any]]) -> None:
     Raises:
         ValueError: With what to do; also if the checkpoint is damaged, would run code, or is not of a run.
     """
-    if cfg.ckpt_path is None:
+    if cfg.ckpt_path is None or cfg.mode != "train":
         return
     checkpoint = read_checkpoint(Path(cfg.ckpt_path), lazy=True)
     stored = checkpoint.get("categories", categories)
     if stored != categories:
         raise ValueError(
-            f"data must have the categories of the checkpoint, got {len(categories)} where {cfg.ckpt_path} has "
-            f"{len(stored)}, or other ids or names; start from its weights with model.weights=..."
+            f"the data must have the {len(stored)} categories of {cfg.ckpt_path}, got "
+            f"{describe_difference(stored, categories)}; repeat the words of that run on its data (data=..., "
+            "data.root=...), or train on this data from its weights with model.weights=..."
         )
-    if cfg.mode != "train":
-        return
     epochs, steps, limits = checkpoint["epoch"], checkpoint["global_step"], cfg.trainer
     epochs += checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"]
     if limits.max_steps == -1 and limits.max_epochs not in (None, -1) and epochs >= limits.max_epochs:
@@ -67,6 +72,75 @@ def check_resumption(cfg: DictConfig, categories: list[dict[str, Any]]) -> None:
             f"trainer.max_steps must be above the {steps} steps of {cfg.ckpt_path}, got {limits.max_steps}: this run "
             "has ended; raise it to train on"
         )
+
+
+def match_validation(cfg: DictConfig, categories: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Finds the classes of the weights that are validated among the categories of the data, see `match_categories`.
+
+    Weights that do not say their categories, as published ones, are taken to have those of the data.
+
+    Args:
+        cfg: The composed configuration, with `ckpt_path` or `model.weights`.
+        categories: One `{"id": ..., "name": ...}` a class of the data.
+
+    Raises:
+        ValueError: If the categories differ, or the file cannot be read.
+    """
+    path = cfg.ckpt_path or cfg.model.weights
+    stored: Any = checkpoints.read_checkpoint(path).get("categories", categories)
+    advice = "validate on the data of its training (data=..., data.root=...) or on data with categories of these names"
+    return match_categories(stored, categories, source=path, advice=advice)
+
+
+def match_categories(
+    stored: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]], *, source: str, advice: str
+) -> list[int]:
+    """Finds the classes of a detector among the categories of data, by their names; says so if ids or order differ.
+
+    Args:
+        stored: One `{"id": ..., "name": ...}` a class of the detector, in the order of the class indices.
+        found: The same of the data.
+        source: What the detector was read from, for messages.
+        advice: What to do if they do not match.
+
+    Returns:
+        For each class the place of its category in `found`.
+
+    Raises:
+        ValueError: If one has a name that the other has not, or a name stands for several categories.
+    """
+    if stored == found:
+        return list(range(len(stored)))
+    names, names_stored = ([category["name"] for category in each] for each in (found, stored))
+    if sorted(names) != sorted(names_stored) or len(set(names)) < len(names):
+        raise ValueError(
+            f"the data must have the {len(stored)} categories of {source}, got {describe_difference(stored, found)}; "
+            f"{advice}"
+        )
+    logger.info("categories are matched to the classes of %s by name, since their ids or order differ", source)
+    return [names.index(name) for name in names_stored]
+
+
+def describe_difference(stored: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> str:
+    """Says in words how categories that were found differ from those that were stored."""
+    names, names_stored = ([category["name"] for category in each] for each in (found, stored))
+    lacking = [name for name in names_stored if name not in names]
+    new = [name for name in names if name not in names_stored]
+    repeated = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    ids = {category["name"]: category["id"] for category in stored}
+    moved = [
+        f"{category['name']} with id {category['id']} instead of {ids[category['name']]}"
+        for category in found
+        if category["name"] in ids and category["id"] != ids[category["name"]]
+    ]
+    kinds = {"without": lacking, "with the new": new, "with the repeated": repeated}
+    said = [f"{words} {_shorten(which)}" for words, which in kinds.items() if which]
+    return f"{len(found)} {', '.join(said) or _shorten(moved) or 'in another order'}"
+
+
+def _shorten(words: Sequence[str]) -> str:
+    rest = len(words) - _NAMED
+    return ", ".join(words[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def check_run(cfg: DictConfig) -> None:

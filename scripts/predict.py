@@ -46,6 +46,7 @@ from models.environment import silence_dependencies
 from models.export.predictor import Predictor, load_artefact, load_predictor
 from models.export.programs import choose_device
 from models.export.recipe import Precision, Recipe, read_source
+from models.preflight import match_categories
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
@@ -148,6 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         annotations = COCO() if options.annotations is None else read_annotations(options.annotations, None)
         paths = find_images(options.source)
         entries = list_entries(paths, annotations)
+        categories = find_categories(predictor.recipe, annotations, options.model)
     except ValueError as error:
         console.print(f"error: {error}", style="red")
         return 1
@@ -159,7 +161,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"skipped {path}: {reason}", style="yellow")
         skipped.append(path)
 
-    categories = tuple(Category(each["id"], each["name"]) for each in predictor.recipe.categories)
     evaluator = CocoEvaluator(annotations=annotations, categories=categories)
     sizes_hw = {path: (entry["height"], entry["width"]) for path, entry in entries.items() if "height" in entry}
     loader = DataLoader(ImageFiles(paths, sizes_hw, predictor.recipe), batch_size=None, num_workers=options.workers)
@@ -272,6 +273,20 @@ def list_entries(paths: Sequence[Path], annotations: COCO) -> dict[Path, dict[st
             "narrow SOURCE or leave --annotations out"
         )
     return {path: by_name[path.name] for path in paths}
+
+
+def find_categories(recipe: Recipe, annotations: COCO, model: Path) -> tuple[Category, ...]:
+    """Returns the category of each class: of the annotation file, by name, or of the detector's training without one.
+
+    Raises:
+        ValueError: If the annotation file has categories of other names.
+    """
+    rows = recipe.categories
+    if annotations.dataset:
+        found = annotations.dataset["categories"]
+        advice = "give an annotation file with categories of these names or leave --annotations out"
+        rows = [found[place] for place in match_categories(rows, found, source=str(model), advice=advice)]
+    return tuple(Category(each["id"], each["name"]) for each in rows)
 
 
 def draw_batches(images: Iterable[LoadedImage], predictor: Predictor, skip: Skip) -> Iterator[list[LoadedImage]]:

@@ -105,6 +105,54 @@ def test_validation_on_two_processes_equals_one(smoke_run, cache, tmp_path):
     assert found["one"] == found["two"]
 
 
+@pytest.fixture(scope="module")
+def renumbered(cache, smoke_run, tmp_path_factory):
+    """The synthetic data with other category ids, in the opposite order."""
+    (folder,) = (path.parent.parent for path in (cache / "synthetic").glob("*/annotations/instances_val.json"))
+    content = json.loads((folder / "annotations" / "instances_val.json").read_text())
+    for row in content["categories"]:
+        row["id"] = 1000 - row["id"]
+    for row in content["annotations"]:
+        row["category_id"] = 1000 - row["category_id"]
+    path = tmp_path_factory.mktemp("renumbered") / "instances.json"
+    path.write_text(json.dumps(content))
+    images = folder / "val"
+    return path, [f"data.{kind}_{what}" for kind in ("train", "val") for what in (f"json={path}", f"images={images}")]
+
+
+def validate(smoke_run, run_dir, cache, key, *words):
+    own = [word for word in TINY if not word.startswith(("data.", "debug="))]
+    settings = ["data.size_divisor=1", "data.eval_batch_size=8", "data.eval_transform.size=64"]
+    return run_train(
+        *[*own, "data=coco", "data.root=/", "model=deformable_detr_tiny", "backbone=resnet18", *settings, *words],
+        *["data.eval_transform.max_size=64", "data.num_workers=0", "mode=validate", f"hydra.run.dir={run_dir}"],
+        f"{key}={smoke_run / 'checkpoints' / 'last.ckpt'}",
+        cache=cache,
+    )
+
+
+@pytest.mark.parametrize("key", ["ckpt_path", "model.weights"])
+def test_validation_finds_categories_by_their_names(smoke_run, renumbered, cache, tmp_path, key):
+    path, words = renumbered
+    result = validate(smoke_run, tmp_path, cache, key, *words)
+    assert result.returncode == 0, result.stderr
+    assert "matched to the classes of" in result.stdout + result.stderr
+    expected = json.loads((smoke_run / "detections_val.json").read_text())
+    found = json.loads((tmp_path / "detections_val.json").read_text())
+    assert [1000 - row["category_id"] for row in found] == [row["category_id"] for row in expected]
+    assert [row["score"] for row in found] == pytest.approx([row["score"] for row in expected], abs=1e-5)
+    content = json.loads(path.read_text())
+    content["categories"][0]["name"] = "cat"
+    other = path.with_name(f"other_{key}.json")
+    other.write_text(json.dumps(content))
+    refused = validate(smoke_run, tmp_path, cache, key, *words, f"data.val_json={other}")
+    assert refused.returncode == 1
+    last_line = refused.stderr.strip().splitlines()[-1]
+    assert re.match(
+        r"error: the data must have the 6 categories of .*last.ckpt, got 6 without \w+, with the", last_line
+    )
+
+
 def test_training_on_two_processes_runs(cache, tmp_path):
     run_dir = tmp_path / "run"
     overrides = ["trainer=ddp", "trainer.accelerator=cpu", "data.batch_size=2", f"hydra.run.dir={run_dir}"]

@@ -67,6 +67,14 @@ def test_workers_leave_ctrl_c_to_the_training(build):
     assert len(list(batches)) == len(loader) - 1
 
 
+def test_categories_take_the_order_of_a_detector(build):
+    data = build()
+    before = data.category_rows
+    data.order_categories([5, 4, 3, 2, 1, 0])
+    assert data.category_rows == before[::-1]
+    assert [category.name for category in data.categories] == [row["name"] for row in before[::-1]]
+
+
 def test_validation_takes_every_image_in_order(build):
     assert ids_of(build().val_dataloader()) == [1, 2, 3, 4, 5, 6, 7]
     assert ids_of(build(limit_val=3).val_dataloader()) == [1, 2, 3]

@@ -4,7 +4,15 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from models.preflight import check_resumption, check_run, device_type, resolve_checkpoint
+from models.preflight import (
+    check_resumption,
+    check_run,
+    describe_difference,
+    device_type,
+    match_categories,
+    match_validation,
+    resolve_checkpoint,
+)
 
 SETTINGS = {
     "mode": "train",
@@ -113,11 +121,65 @@ def test_a_run_that_has_ended_is_refused(tmp_path, limits, message):
     check_resumption(cfg, CATEGORIES)
 
 
-def test_other_categories_are_refused(tmp_path):
+def rows(*names, first_id=1):
+    return [{"id": number, "name": name} for number, name in enumerate(names, start=first_id)]
+
+
+def test_a_training_goes_on_with_equal_categories_alone(tmp_path):
     path = tmp_path / "run" / "last.ckpt"
     save_checkpoint(path, 0, True, 1)
-    with pytest.raises(ValueError, match=r"must have the categories of the checkpoint, got 1 where .* has 1, or other"):
+    with pytest.raises(ValueError, match=r"the 1 categories of .*last.ckpt, got 1 cat with id 4 instead of 3; repeat"):
         check_resumption(settings(ckpt_path=str(path)), [{"id": 4, "name": "cat"}])
+    check_resumption(settings(ckpt_path=str(path), mode="validate"), [{"id": 4, "name": "cat"}])
+
+
+@pytest.mark.parametrize(
+    ("found", "places"),
+    [
+        (rows("cat", "dog", "cow"), [0, 1, 2]),
+        (rows("cat", "dog", "cow", first_id=0), [0, 1, 2]),
+        (rows("dog", "cow", "cat", first_id=7), [2, 0, 1]),
+    ],
+)
+def test_categories_are_matched_by_name(found, places):
+    assert match_categories(rows("cat", "dog", "cow"), found, source="a.ckpt", advice="stop") == places
+
+
+def test_equal_categories_match_even_if_names_repeat():
+    stored = rows("cat", "cat")
+    assert match_categories(stored, rows("cat", "cat"), source="a.ckpt", advice="stop") == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("stored", "found", "difference"),
+    [
+        (rows("cat", "dog"), rows("cat"), "1 without dog"),
+        (rows("cat"), rows("cat", "dog", "cow"), "3 with the new dog, cow"),
+        (rows("cat", "dog"), rows("cow", "dog"), "2 without cat, with the new cow"),
+        (rows("cat", "dog", "dog"), rows("dog", "cat", "dog"), "3 with the repeated dog"),
+        (rows(*"abcdefg"), rows("a"), "1 without b, c, d, e, f and 1 more"),
+    ],
+)
+def test_categories_that_do_not_match_are_named(stored, found, difference):
+    message = f"the data must have the {len(stored)} categories of a.ckpt, got {difference}; stop"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        match_categories(stored, found, source="a.ckpt", advice="stop")
+
+
+def test_an_order_that_differs_is_named():
+    assert describe_difference(rows("cat", "dog"), rows("cat", "dog")[::-1]) == "2 in another order"
+
+
+@pytest.mark.parametrize("key", ["ckpt_path", "model__weights"])
+def test_validation_matches_the_categories_of_its_weights(tmp_path, key):
+    path = tmp_path / "run" / "last.ckpt"
+    save_checkpoint(path, 0, True, 1)
+    cfg = settings(mode="validate", **{key: str(path)})
+    assert match_validation(cfg, [{"id": 4, "name": "cat"}]) == [0]
+    with pytest.raises(ValueError, match=r"got 1 without cat, with the new dog; validate on the data of its training"):
+        match_validation(cfg, [{"id": 3, "name": "dog"}])
+    torch.save({"model": {}}, path)
+    assert match_validation(settings(mode="validate", model__weights=str(path)), rows("cat", "dog")) == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -171,6 +172,28 @@ def test_what_cannot_be_done_is_said_in_a_line(predict, photos, source, model, o
     assert messages.startswith("error: ")
     assert message in messages
     assert not (photos / "out").exists()
+
+
+def test_annotations_with_other_category_ids_are_matched_by_name(workspace, predict, tmp_path):
+    (path,) = workspace.glob("synthetic/*/annotations/instances_val.json")
+    images, content = path.parent.parent / "val", json.loads(path.read_text())
+    assert predict(images, "last.ckpt", "--out", tmp_path / "same", "--annotations", path, "--no-pictures")[0] == 0
+    for row in content["categories"]:
+        row["id"] = 1000 - row["id"]
+    for row in content["annotations"]:
+        row["category_id"] = 1000 - row["category_id"]
+    annotations = tmp_path / "renumbered.json"
+    annotations.write_text(json.dumps(content))
+    options = ["--annotations", annotations, "--no-pictures"]
+    assert predict(images, "last.ckpt", "--out", tmp_path / "renumbered", *options)[0] == 0
+    found = [json.loads((tmp_path / name / "detections.json").read_text()) for name in ("same", "renumbered")]
+    assert found[0] == [{**row, "category_id": 1000 - row["category_id"]} for row in found[1]]
+    content["categories"][0]["name"] = "cat"
+    annotations.write_text(json.dumps(content))
+    status, _, messages = predict(images, "last.ckpt", "--out", tmp_path / "refused", *options)
+    assert status == 1
+    assert re.match(r"error: the data must have the 6 categories of last.ckpt, got 6 without \w+, with the", messages)
+    assert "give an annotation file with categories of these names or leave --annotations out" in messages
 
 
 def test_odd_images_are_survived(predict, tmp_path):
