@@ -55,7 +55,7 @@ class EvaluationPlots(pl.Callback):
         folder.mkdir(exist_ok=True)
         draw_worst(data, results).save(folder / "worst.jpg", quality=92)
         if find_spec("matplotlib") is None:
-            logger.info("no plots of curves without matplotlib: pip install matplotlib")
+            logger.info("no plots of curves without matplotlib: pip install -e '.[plots]'")
         else:
             draw_precision_recall(data.val_annotations, data.categories, results, folder / "precision_recall.png")
 

@@ -56,7 +56,7 @@ class TrainingPlots(Callback):
         folder = self.run_dir / "plots"
         folder.mkdir(parents=True, exist_ok=True)
         if find_spec("matplotlib") is None:
-            logger.info("no training curves without matplotlib: pip install matplotlib")
+            logger.info("no training curves without matplotlib: pip install -e '.[plots]'")
         elif self._curves:
             draw_curves(self._curves, folder / "curves.png")
         if trainer.world_size == 1 and trainer.val_dataloaders is not None:

@@ -1,13 +1,18 @@
 """The samples that are drawn are those that the attention takes."""
 
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from PIL import Image
 
 import msda_op
 from models.layers.ms_deform_attn import MSDeformAttn
-from models.plots import LEVEL_COLOURS, draw_curves, draw_dots, sampling_of
+from models.plots import LEVEL_COLOURS, TrainingPlots, draw_curves, draw_dots, sampling_of
 
+ROOT = Path(__file__).resolve().parents[2]
 SHAPES = ((4, 6), (2, 3))
 
 
@@ -32,6 +37,16 @@ def test_dots_are_where_the_samples_are():
     assert colours == list(LEVEL_COLOURS[:2])
     assert picture.getpixel((480, 240)) == (0, 0, 0)
     assert picture.getpixel((9, 5)) == (255, 255, 255)
+
+
+def test_what_is_missing_is_said_with_the_extra_that_brings_it(tmp_path, monkeypatch, caplog):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert [name for name in extras["plots"] if name.startswith("matplotlib")]
+    monkeypatch.setattr("models.plots.find_spec", lambda name: None)
+    trainer = SimpleNamespace(world_size=1, val_dataloaders=None)
+    with caplog.at_level("INFO"):
+        TrainingPlots(str(tmp_path)).on_train_end(trainer, None)
+    assert caplog.messages == ["no training curves without matplotlib: pip install -e '.[plots]'"]
 
 
 def test_curves_become_a_picture(tmp_path):
