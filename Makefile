@@ -25,7 +25,7 @@ kernels: $(VENV)/installed
 	$(VENV)/bin/python -m scripts.compile_kernels_check $(ARGS)
 
 docs: $(VENV)/installed-docs
-	$(VENV)/bin/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 parity: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m parity all op=reference against=reference parity=quick $(ARGS)

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import re
 import shlex
 import subprocess
@@ -169,8 +170,11 @@ def test_every_page_is_in_the_navigation():
 
 
 @pytest.mark.skipif(find_spec("mkdocs") is None or find_spec("material") is None, reason="needs the docs extra")
-def test_the_site_builds_strictly(tmp_path):
+def test_the_site_builds_strictly_and_without_advertisements(tmp_path):
+    make = subprocess.run(["make", "--dry-run", "docs"], cwd=ROOT, capture_output=True, text=True, check=True)
+    settings = dict(word.split("=", 1) for word in make.stdout.splitlines()[-1].split() if "=" in word)
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
     assert (tmp_path / "op" / "index.html").is_file()
