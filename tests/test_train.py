@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import re
 import shlex
@@ -26,6 +27,19 @@ TINY = [
     "data.num_train=8",
     "data.num_val=7",
     "model.transformer.num_queries=20",
+]
+
+TINY_COCO = [
+    *(word for word in TINY if not word.startswith(("data.", "debug="))),
+    "data=coco",
+    "model=deformable_detr_tiny",
+    "backbone=resnet18",
+    "data/augmentation@data.train_transform=light",
+    "data.eval_transform.size=64",
+    "data.eval_transform.max_size=64",
+    "data.size_divisor=1",
+    "data.eval_batch_size=8",
+    "data.num_workers=0",
 ]
 
 
@@ -106,51 +120,63 @@ def test_validation_on_two_processes_equals_one(smoke_run, cache, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def renumbered(cache, smoke_run, tmp_path_factory):
-    """The synthetic data with other category ids, in the opposite order."""
+def drawn(cache, smoke_run):
+    """The validation split of the synthetic data that the smoke run drew: its content, and words that train on it."""
     (folder,) = (path.parent.parent for path in (cache / "synthetic").glob("*/annotations/instances_val.json"))
-    content = json.loads((folder / "annotations" / "instances_val.json").read_text())
+    words = [*TINY_COCO, *(f"data.{split}_images={folder / 'val'}" for split in ("train", "val"))]
+    return (folder / "annotations" / "instances_val.json").read_text(), words
+
+
+def write_annotations(path, content):
+    path.write_text(json.dumps(content))
+    return [f"data.{split}_json={path}" for split in ("train", "val")]
+
+
+@pytest.mark.parametrize("key", ["ckpt_path", "model.weights"])
+def test_validation_finds_categories_by_their_names(smoke_run, drawn, cache, tmp_path, key):
+    text, words = drawn
+    content = json.loads(text)
     for row in content["categories"]:
         row["id"] = 1000 - row["id"]
     for row in content["annotations"]:
         row["category_id"] = 1000 - row["category_id"]
-    path = tmp_path_factory.mktemp("renumbered") / "instances.json"
-    path.write_text(json.dumps(content))
-    images = folder / "val"
-    return path, [f"data.{kind}_{what}" for kind in ("train", "val") for what in (f"json={path}", f"images={images}")]
-
-
-def validate(smoke_run, run_dir, cache, key, *words):
-    own = [word for word in TINY if not word.startswith(("data.", "debug="))]
-    settings = ["data.size_divisor=1", "data.eval_batch_size=8", "data.eval_transform.size=64"]
-    return run_train(
-        *[*own, "data=coco", "data.root=/", "model=deformable_detr_tiny", "backbone=resnet18", *settings, *words],
-        *["data.eval_transform.max_size=64", "data.num_workers=0", "mode=validate", f"hydra.run.dir={run_dir}"],
-        f"{key}={smoke_run / 'checkpoints' / 'last.ckpt'}",
-        cache=cache,
-    )
-
-
-@pytest.mark.parametrize("key", ["ckpt_path", "model.weights"])
-def test_validation_finds_categories_by_their_names(smoke_run, renumbered, cache, tmp_path, key):
-    path, words = renumbered
-    result = validate(smoke_run, tmp_path, cache, key, *words)
+    weights = f"{key}={smoke_run / 'checkpoints' / 'last.ckpt'}"
+    words = [*words, "mode=validate", weights, f"hydra.run.dir={tmp_path / 'run'}"]
+    result = run_train(*words, *write_annotations(tmp_path / "renumbered.json", content), cache=cache)
     assert result.returncode == 0, result.stderr
     assert "matched to the classes of" in result.stdout + result.stderr
     expected = json.loads((smoke_run / "detections_val.json").read_text())
-    found = json.loads((tmp_path / "detections_val.json").read_text())
+    found = json.loads((tmp_path / "run" / "detections_val.json").read_text())
     assert [1000 - row["category_id"] for row in found] == [row["category_id"] for row in expected]
     assert [row["score"] for row in found] == pytest.approx([row["score"] for row in expected], abs=1e-5)
-    content = json.loads(path.read_text())
     content["categories"][0]["name"] = "cat"
-    other = path.with_name(f"other_{key}.json")
-    other.write_text(json.dumps(content))
-    refused = validate(smoke_run, tmp_path, cache, key, *words, f"data.val_json={other}")
+    refused = run_train(*words, *write_annotations(tmp_path / "other.json", content), cache=cache)
     assert refused.returncode == 1
-    last_line = refused.stderr.strip().splitlines()[-1]
-    assert re.match(
-        r"error: the data must have the 6 categories of .*last.ckpt, got 6 without \w+, with the", last_line
+    message = (
+        r"error: the data must have the 6 categories of .*last.ckpt, got 6 without \w+, with the new cat; validate"
     )
+    assert re.match(message, refused.stderr.strip().splitlines()[-1])
+
+
+def test_processes_without_targets_train(drawn, cache, tmp_path):
+    """One image of four has boxes: in one of two steps one process has targets, in the other none."""
+    text, words = drawn
+    content = json.loads(text)
+    shown = content["annotations"][0]["image_id"]
+    images = sorted(content["images"], key=lambda image: image["id"] != shown)[:4]
+    boxes = [row for row in content["annotations"] if row["image_id"] == shown and not row["iscrowd"]]
+    assert boxes
+    words = [*words, *write_annotations(tmp_path / "a.json", {**content, "images": images, "annotations": boxes})]
+    words += ["trainer=ddp", "trainer.accelerator=cpu", "data.batch_size=1", "trainer.max_epochs=1"]
+    words += ["trainer.log_every_n_steps=1", "trainer.num_sanity_val_steps=0"]
+    result = run_train(*words, f"hydra.run.dir={tmp_path / 'run'}", cache=cache)
+    assert result.returncode == 0, result.stderr
+    rows = list(csv.DictReader((tmp_path / "run" / "csv" / "metrics.csv").open()))
+    losses = [float(row["train/loss"]) for row in rows if row["train/loss"]]
+    assert len(losses) == summary_of(tmp_path / "run")["steps"] == 2
+    assert all(map(math.isfinite, losses))
+    checkpoint = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert all(value.isfinite().all() for value in checkpoint["state_dict"].values())
 
 
 def test_training_on_two_processes_runs(cache, tmp_path):
