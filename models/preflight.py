@@ -117,7 +117,7 @@ def match_categories(
             f"the data must have the {len(stored)} categories of {source}, got {describe_difference(stored, found)}; "
             f"{advice}"
         )
-    logger.info("categories are matched to the classes of %s by name, since their ids or order differ", source)
+    logger.warning("categories are matched to the classes of %s by name, since their ids or order differ", source)
     return [names.index(name) for name in names_stored]
 
 

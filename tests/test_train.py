@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import train
+
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [
     "debug=smoke",
@@ -222,6 +224,25 @@ def test_ctrl_c_saves_and_says_how_to_go_on(trainer, cache, tmp_path):
     result = run_train(*again, cache=cache)
     assert result.returncode == 0, result.stderr
     assert summary_of(run_dir)["steps"] == steps + 1
+
+
+def interrupt(cfg):
+    raise KeyboardInterrupt
+
+
+def exit_as_the_trainer_does(cfg):
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        sys.exit(1)
+
+
+@pytest.mark.parametrize(("run", "status"), [(interrupt, 130), (exit_as_the_trainer_does, 130), (sys.exit, "error")])
+def test_ctrl_c_has_its_status_before_a_training_too(monkeypatch, run, status):
+    monkeypatch.setattr(train, "run", run)
+    with pytest.raises(SystemExit) as caught:
+        train.main.__wrapped__("error")
+    assert caught.value.code == status
 
 
 @pytest.mark.parametrize(
