@@ -71,12 +71,14 @@ class Attention:
         reference_points: Tensor | None = None,
     ) -> Tensor:
         """Returns `[B, Q, M*D]`; `tables` are those of the call."""
-        tensors = (value, *(self.tables or tables), points, scores, reference_points)
         if self.copies:  # once, for both passes
-            tensors = launch.make_contiguous(Inputs._make(tensors), self.kept)
+            inputs = Inputs._make((value, *(self.tables or tables), points, scores, reference_points))
+            value, *tables, points, scores, reference_points = launch.make_contiguous(inputs, self.kept)
         if not torch.is_grad_enabled() and forward_ad._current_level < 0:  # which the function would refuse
+            tensors = (value, *(self.tables or tables), points, scores, reference_points)
             return self.forward(tensors, needs_value=False)[0]
-        return _Attend.apply(self, *tensors)
+        given = () if self.tables else tables
+        return _apply(self, value, points, scores, reference_points, *given)
 
     def forward(self, tensors: tuple[Any, ...], needs_value: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Returns the output of inputs in the order of `Inputs`, and what the backward pass then need not count."""
@@ -117,26 +119,33 @@ def _is_on_current_device(tensor: Tensor) -> bool:
 
 
 class _Attend(torch.autograd.Function):
+    """Takes, behind the attention that runs the call, value, points, scores, reference points, and tables if given."""
+
     @staticmethod
     def forward(ctx: Any, attention: Attention, *tensors: Tensor | None) -> Tensor:
-        output, counted = attention.forward(tensors, ctx.needs_input_grad[1])
+        value, points, scores, reference_points, *tables = tensors
+        inputs = (value, *(attention.tables or tables), points, scores, reference_points)
+        output, counted = attention.forward(inputs, ctx.needs_input_grad[1])
         ctx.attention = attention
         ctx.save_for_backward(*tensors, *counted)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # asked for once: checkpointing hands them out once
-        inputs, counted, attention = Inputs._make(saved[:6]), saved[6:], ctx.attention
-        _, needs_value, _, _, *needs_others = ctx.needs_input_grad
-        needs = Needs(needs_value, *needs_others)
+        attention, given = ctx.attention, len(ctx.needs_input_grad) - 5
+        # Asked for once: checkpointing hands them out once.
+        value, points, scores, reference_points, *others = ctx.saved_tensors
+        inputs = Inputs._make((value, *(attention.tables or others[:given]), points, scores, reference_points))
+        needs = Needs(*ctx.needs_input_grad[1:5])
         if torch.is_grad_enabled():  # the registered op knows what to say to those who want a second derivative
             returned = iter(registration.backward(grad_output, *inputs, *attention.conventions, *needs))
             gradients = tuple(next(returned) if needed else None for needed in needs)
         else:
-            gradients = attention.backward(grad_output, inputs, needs, counted)
-        grad_value, *grad_others = gradients
-        return None, grad_value, None, None, *grad_others
+            gradients = attention.backward(grad_output, inputs, needs, tuple(others[given:]))
+        return None, *gradients, *([None] * given)
 
 
 _Attend.__name__ = "msda_op::attend"  # under which profilers list it, beside the registered ops
+# That of the class looks first for what is left of transforms that have ended, which takes as long as all of it.
+# A tensor of them has no memory, and `describe_call` fails where such are asked for.
+_apply = super(torch.autograd.Function, _Attend).apply
