@@ -22,20 +22,24 @@ def fitting_cards(total_gib: float) -> list[int]:
 
 
 def measure_memory(case: StepCase, step: SyntheticStep) -> dict[str, Any]:
-    """Returns `peak_gib` of a step, `peak_of` (memory allocated, or with CUDA graphs reserved), and without graphs
-    `largest_batch` by card, extrapolated from two batches."""
-    peak = peak_gib(step)
-    row: dict[str, Any] = {"peak_gib": peak, "peak_of": "reserved" if step.graphed else "allocated"}
+    """Returns what `measure_peak` does and, without graphs, `largest_batch` by card, extrapolated from two batches."""
+    row: dict[str, Any] = measure_peak(step)
     if case.batch > 1 and not step.graphed:
         half = replace(case, batch=case.batch // 2)
         step.draw_batch(half)
         step.warm_up(1)
         fewer = peak_gib(step)
         row["largest_batch"] = {
-            str(card): estimate_largest_batch((half.batch, fewer), (case.batch, peak), card) for card in CARDS_GIB
+            str(card): estimate_largest_batch((half.batch, fewer), (case.batch, row["peak_gib"]), card)
+            for card in CARDS_GIB
         }
         step.draw_batch(case)
     return row
+
+
+def measure_peak(step: SyntheticStep) -> dict[str, Any]:
+    """Returns `peak_gib` of a step and `peak_of`: memory allocated or, with CUDA graphs, reserved."""
+    return {"peak_gib": peak_gib(step), "peak_of": "reserved" if step.graphed else "allocated"}
 
 
 def device_gib(device: torch.device) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from coco.annotations import read_annotations
-from models.environment import describe_environment
+from models.environment import cut_folders, describe_environment
 from parity.arms import Experiment, config_hash, load_experiment
 from parity.ensemble import run_ensemble
 from parity.evaluation import run_evaluation
@@ -138,13 +138,14 @@ def describe_run(experiment: Experiment, word: str, overrides: Sequence[str]) ->
         "precision": config.precision.lightning,
         "device": str(experiment.device),
         "preset": config.parity.preset,
-        "overrides": list(overrides),
+        "overrides": cut_folders(overrides),
         "config_hash": config_hash(config),
         "image_ids_hash": hashlib.sha256(repr(image_ids).encode()).hexdigest()[:16],
         "num_images": {split: len(ids) for split, ids in image_ids.items()},
         "first_seed": experiment.seed,
         # As it is typed: Python's own record of it begins with the folder of the installation.
-        "environment": describe_environment() | {"command": " ".join(["python -m parity", word, *overrides])},
+        "environment": describe_environment()
+        | {"command": " ".join(["python -m parity", word, *cut_folders(overrides)])},
         "settings": OmegaConf.to_container(config.parity, resolve=True),
     }
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from models.environment import describe_environment
+from models.environment import cut_folders, describe_environment
 from parity.inference_benchmark import CONTENDERS, MODELS, CudaInferenceMeter, Job, build_detector, plot_dispatch
 from parity.inference_benchmark import format_row as format_inference
 from parity.inference_benchmark import measure_row as measure_inference
@@ -334,7 +334,9 @@ def run_loader(options: argparse.Namespace) -> None:
         data = instantiate(compose("train", overrides=options.overrides).data)
     data.check()
     data.prepare_data()
-    content = {"schema": SCHEMA, "environment": describe_environment(), "overrides": options.overrides, "rows": []}
+    overrides = cut_folders(options.overrides)
+    content: dict[str, Any] = {"schema": SCHEMA, "environment": describe_environment(), "overrides": overrides}
+    content["rows"] = []
     for row in measure_loader(data, options.workers, options.seconds):
         content["rows"].append(row.as_json())
         print("  ".join(f"{key} {value}" for key, value in row.as_json().items()), flush=True)

@@ -63,9 +63,11 @@ def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 
 def check_rows(who: str, checkout: Path | None, overrides: tuple[str, ...]) -> None:
-    case = StepCase((*CASE.overrides, *overrides), 2, 64, 96, 3)
+    case = StepCase((*CASE.overrides, *overrides, "compile=false"), 2, 64, 96, 3)
     ours, theirs = compare_steps(start_peer(who, case, CPU, checkout), case, CPU, warmup=1, repeats=3, blocks=2)
     assert (ours["who"], theirs["who"]) == ("triton-detr", who)
+    assert ours["overrides"] == list(case.overrides)
+    assert theirs["overrides"] == [*(word for word in TINY if word != "op=reference"), *overrides]
     assert min(theirs["phases_ms"].values()) > 0
     assert tuple(theirs["phases_ms"]) == PHASES
     assert sum(theirs["phases_ms"].values()) <= 1.5 * theirs["step_ms"]["p80"]
