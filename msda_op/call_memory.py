@@ -19,6 +19,7 @@ MAX_CALLS = 4096
 _PLAIN_TYPES = {Tensor, torch.nn.Parameter, type(None)}
 _INTS, _TUPLES = {int}, {tuple}
 _ways: dict[Hashable, Callable[..., Tensor]] = {}
+_last_pairs: SpatialShapes = ()
 
 
 def is_watched(*tensors: Tensor | None) -> bool:
@@ -83,8 +84,15 @@ def _are_ints(numbers: Any) -> bool:
 
 
 def _are_pairs(pairs: Any) -> bool:
-    return (
+    """Tells a tuple of tuples of ints; the last one found, which the layers of a detector share, is looked at once."""
+    global _last_pairs
+    if pairs is _last_pairs:
+        return True
+    found = (
         type(pairs) is tuple
         and _TUPLES.issuperset(map(type, pairs))
         and _INTS.issuperset(map(type, chain.from_iterable(pairs)))
     )
+    if found:
+        _last_pairs = pairs
+    return found
