@@ -73,8 +73,9 @@ def measure_row(peer: Peer, workload: Workload, judge: Judge, meter: Meter) -> R
 
     Returns:
         A row of plain JSON values: `status` is "timed", "refused" (inaccurate; `reason` says where, nothing is timed)
-        or "failed" (it raised; `reason` is its message). Times in ms, memory in MiB, bandwidths in GB/s. What can be
-        captured has the times of a CUDA graph too, of the forward pass and of both.
+        or "failed" (it raised; `reason` is its message). Times in ms, of passes and of their kernels by name, memory in
+        MiB, bandwidths in GB/s. What can be captured has the times of a CUDA graph too, of the forward pass and of
+        both.
     """
     row: Row = {
         "preset": workload.preset.name,
@@ -138,6 +139,7 @@ def _measure(peer: Peer, workload: Workload, meter: Meter) -> Row:
         row |= summary_fields(f"{name}_wall_ms", meter.wall_time(call))
         row |= summary_fields(f"{name}_host_ms", meter.host_time(call))
         row[f"{name}_clock_mhz"] = None if device.clock_mhz is None else asdict(device.clock_mhz)
+        row[f"{name}_kernels_ms"] = meter.kernel_times(call)
         row |= _bandwidths(name, asdict(workload.traffic), device.ms.median)
         dropped = dropped or device.clocks_dropped
     return row | {"clocks_dropped": dropped, "gpu_before": state_before, "gpu_after": meter.gpu_state()}

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 Call = Callable[[], Any]
 
@@ -245,6 +246,8 @@ class Meter(Protocol):
 
     def graph_time(self, call: Call) -> Summary: ...
 
+    def kernel_times(self, call: Call) -> dict[str, float]: ...
+
     def peak_mib(self, call: Call) -> float: ...
 
     def gpu_state(self) -> dict[str, str] | None: ...
@@ -272,6 +275,18 @@ class CudaMeter:
         whole = measure_device_time(replay, self._stopwatch, self._repeats).ms
         return Summary(whole.median / _GRAPH_CALLS, whole.p20 / _GRAPH_CALLS, whole.p80 / _GRAPH_CALLS, whole.repeats)
 
+    def kernel_times(self, call: Call) -> dict[str, float]:
+        """Returns the device time in ms of each kernel of a call by its name, by the profiler, after a cache flush."""
+        call()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            for _ in range(self._repeats):
+                self._stopwatch.flush_caches()
+                call()
+            torch.cuda.synchronize()
+        kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        kernels.sort(key=lambda event: event.time_range.start)
+        return medians_by_name([(event.name, event.self_device_time_total / 1000) for event in kernels])
+
     def peak_mib(self, call: Call) -> float:
         """Returns how far memory rises above what was allocated before the call."""
         torch.cuda.synchronize()
@@ -283,6 +298,23 @@ class CudaMeter:
 
     def gpu_state(self) -> dict[str, str] | None:
         return read_gpu_state()
+
+
+def medians_by_name(events: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Returns the median, over the repeats of a call, of the time that all events of a name took together.
+
+    Args:
+        events: (name, time) in their order; every repeat begins with an event of the first one's name, which is left
+            out.
+    """
+    repeats: list[dict[str, float]] = []
+    for name, took in events:
+        if name == events[0][0]:
+            repeats.append({})
+        else:
+            repeats[-1][name] = repeats[-1].get(name, 0.0) + took
+    names = dict.fromkeys(name for repeat in repeats for name in repeat)
+    return {name: percentile([repeat.get(name, 0.0) for repeat in repeats], 0.5) for name in names}
 
 
 def capture_graph(call: Call, calls: int) -> Call:

@@ -42,6 +42,10 @@ class FixedMeter:
         call()
         return Summary(0.25, 0.25, 0.25, 5)
 
+    def kernel_times(self, call: Callable[[], Any]) -> dict[str, float]:
+        call()
+        return {"kernel": 0.125}
+
     def peak_mib(self, call: Callable[[], Any]) -> float:
         call()
         return 12.0
@@ -70,6 +74,7 @@ def test_an_accurate_op_is_timed(workload: Workload) -> None:
     assert (row["backward_wall_ms_p20"], row["backward_wall_ms_p80"]) == (2.0, 4.0)
     assert row["forward_host_ms_median"] == 1.0
     assert row["peak_mib"] == 12.0
+    assert row["forward_kernels_ms"] == row["backward_kernels_ms"] == {"kernel": 0.125}
     assert row["gpu_before"] == row["gpu_after"] == {"clocks.sm": "1980 MHz"}
     assert row["forward_gb_s"] == pytest.approx(workload.traffic.forward / 0.5e-3 / 1e9)
     assert set(row["relative_errors"]) == {"output", "value", "sampling_locations", "attention_weights"}

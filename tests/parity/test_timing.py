@@ -16,6 +16,7 @@ from parity.timing import (
     measure_device_time,
     measure_host_time,
     measure_wall_time,
+    medians_by_name,
     percentile,
     read_gpu_state,
     summarize,
@@ -207,6 +208,23 @@ def test_device_time_grows_with_the_work_and_not_with_the_host() -> None:
     assert meter.wall_time(lambda: torch.cuda._sleep(2_000_000)).median > 0.9 * long
     assert meter.host_time(lambda: torch.cuda._sleep(2_000_000)).median < 0.5 * long
     assert meter.peak_mib(lambda: torch.empty(64 * 2**20, dtype=torch.int8, device="cuda")) == pytest.approx(64)
+
+
+def test_kernels_are_counted_from_one_flush_to_the_next() -> None:
+    one, other, last = [("add", 1.0), ("copy", 5.0), ("add", 2.0)], [("add", 9.0), ("copy", 7.0)], [("add", 4.0)]
+    flush = ("flush", 100.0)
+    assert medians_by_name([flush, *one, flush, *other, flush, *last]) == {"add": 4.0, "copy": 5.0}
+    assert medians_by_name([]) == {}
+
+
+@pytest.mark.gpu
+def test_the_kernels_of_a_call_are_found_by_name() -> None:
+    numbers = torch.rand(1 << 20, device="cuda")
+    found = CudaMeter(repeats=5).kernel_times(lambda: (numbers.add_(1.0), numbers.sort()))
+    assert any("add" in name.lower() for name in found)
+    assert len(found) >= 2
+    assert not any("FillFunctor<signed char>" in name for name in found)
+    assert 0 < sum(found.values()) < 5
 
 
 @pytest.mark.gpu
