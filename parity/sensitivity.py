@@ -26,6 +26,8 @@ Measured = tuple[str, dict[str, float | None]]
 """A level and the smallest size at which it sees each of some faults."""
 
 _UNTRAINED = ("op", "model")
+# A part begins with the sound op and its controls, which cost as much as some faults.
+_FAULTS_OF_A_PART = 3
 
 # Many queries share a small coarse level, where sums in a half type go wrong.
 _CASES = (
@@ -87,7 +89,7 @@ def sizes_by_level(experiment: Experiment) -> dict[str, list[float]]:
 
 
 def _share_faults(level: str, num_processes: int) -> list[partial[Measured]]:
-    num_parts = min(num_processes, len(FAULTS))
+    num_parts = min(num_processes, -(-len(FAULTS) // _FAULTS_OF_A_PART))
     return [partial(_measure, level, range(part, len(FAULTS), num_parts)) for part in range(num_parts)]
 
 
