@@ -5,6 +5,7 @@ import os
 import shlex
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,8 +80,14 @@ class StopCheckpoint(Callback):
         self._saved_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes Ctrl-C over from here on: before, there is nothing to save. The trainer gives it back when it ends."""
+        """Takes Ctrl-C over from here on: before, there is nothing to save. The trainer gives it back when it ends.
+
+        A run that ignores Ctrl-C, as a shell's jobs in the background do, goes on ignoring it, and so does one that is
+        not in Python's main thread, which alone hears of signals.
+        """
         self._saved_step = trainer.global_step
+        if not _hears_interrupts():
+            return
         message = f"{_SHOW_CURSOR if sys.stderr.isatty() else ''}{_INTERRUPTED}" if trainer.is_global_zero else ""
 
         def interrupt(number: int, frame: FrameType | None) -> None:
@@ -132,13 +139,19 @@ class StopCheckpoint(Callback):
         if self._saved_step != trainer.global_step:
             with _reopened_epoch(trainer):
                 trainer.save_checkpoint(self.path)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if _hears_interrupts():
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def stopping_signal(trainer: Trainer) -> signal.Signals:
     """Returns the signal that has stopped a training: SIGINT or SIGTERM."""
     saved = [callback for callback in trainer.callbacks if isinstance(callback, StopCheckpoint)]  # type: ignore[attr-defined]
     return signal.SIGINT if any(callback.is_interrupted for callback in saved) else signal.SIGTERM
+
+
+def _hears_interrupts() -> bool:
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
 
 
 def _has_stepped(trainer: Trainer) -> bool:

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -15,6 +16,14 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from models.resuming import StepSeeds, StopCheckpoint
+
+
+@pytest.fixture(autouse=True)
+def interrupts_as_before():
+    """Takes back what a test sets, and what Lightning does, which ignores further interrupts after one."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 class Signalled(pl.LightningModule):
@@ -110,6 +119,19 @@ def test_an_interrupt_before_the_first_step_is_python_s(tmp_path):
         fit(Early(0, -1), tmp_path)
     assert isinstance(caught.value.__context__, KeyboardInterrupt)
     assert not (tmp_path / "last.ckpt").exists()
+
+
+def test_a_run_in_the_background_goes_on_ignoring_interrupts(tmp_path):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    fit(Signalled(signal.SIGINT, 2), tmp_path)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 6
+
+
+def test_a_run_in_another_thread_leaves_signals_alone(tmp_path):
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(fit, Signalled(0, -1), tmp_path).result()
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 6
 
 
 def test_slurm_s_signal_saves_and_requeues(tmp_path, monkeypatch):
