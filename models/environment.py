@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 PACKAGES = ("triton-detr", "torch", "torchvision", "triton", "lightning", "hydra-core", "pycocotools", "numpy", "scipy")
-ABSOLUTE_PATH = re.compile(r"""(?:^|(?<=[=:,\[({"']))/(?!/)[^,\])}"']*""")
+_ABSOLUTE_PATH = re.compile(r"""(?:^|(?<=[=:,\[({"']))/(?!/)[^,\])}"']*""")
 
 
 def package_versions() -> dict[str, str]:
@@ -63,7 +63,7 @@ def cut_folders(words: Iterable[str]) -> list[str]:
     A path counts at the beginning of a word, and behind `=`, `:`, a comma, a bracket or a quote: `--out /a/b.json`,
     `data.root=/a/b`, `files=[/a/b,/a/c]`; not behind `//`, as in an address.
     """
-    return [ABSOLUTE_PATH.sub(lambda found: Path(found[0]).name, word) for word in words]
+    return [_ABSOLUTE_PATH.sub(lambda found: Path(found[0]).name, word) for word in words]
 
 
 def relative_path(path: Path) -> str:

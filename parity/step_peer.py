@@ -26,7 +26,7 @@ OFFICIAL = "official"
 HUGGING_FACE = "hf"
 PEERS = (OFFICIAL, HUGGING_FACE)
 _OURS = "triton-detr"
-OURS_ALONE = ("op=", "op.", "cuda_graphs=", "compile=", "model.transformer.fused_norm=", "backbone.f")
+_OURS_ALONE = ("op=", "op.", "cuda_graphs=", "compile=", "model.transformer.fused_norm=", "backbone.f")
 """How words of `configs/train.yaml` begin that say nothing to other code: how ours is made fast."""
 _DEPTHS = {"resnet50": [3, 4, 6, 3], "resnet101": [3, 4, 23, 3]}
 
@@ -145,7 +145,7 @@ def compare_steps(
                 walls, phases = contender.time(steps)
                 samples[who][0].extend(walls)
                 samples[who][1].extend(phases)
-        words = tuple(word for word in case.overrides if not word.startswith(OURS_ALONE))
+        words = tuple(word for word in case.overrides if not word.startswith(_OURS_ALONE))
         ours = describe_samples(case, _OURS, samples[_OURS])
         theirs = describe_samples(replace(case, overrides=words), peer.who, samples[peer.who])
         if device.type == "cuda":

@@ -131,6 +131,7 @@ def describe_run(experiment: Experiment, word: str, overrides: Sequence[str]) ->
             ("val", data.val_json, data.limit_val),
         )
     }
+    words = cut_folders(overrides)
     return {
         "level": word,
         "op": experiment.op,
@@ -138,14 +139,13 @@ def describe_run(experiment: Experiment, word: str, overrides: Sequence[str]) ->
         "precision": config.precision.lightning,
         "device": str(experiment.device),
         "preset": config.parity.preset,
-        "overrides": cut_folders(overrides),
+        "overrides": words,
         "config_hash": config_hash(config),
         "image_ids_hash": hashlib.sha256(repr(image_ids).encode()).hexdigest()[:16],
         "num_images": {split: len(ids) for split, ids in image_ids.items()},
         "first_seed": experiment.seed,
-        # As it is typed: Python's own record of it begins with the folder of the installation.
-        "environment": describe_environment()
-        | {"command": " ".join(["python -m parity", word, *cut_folders(overrides)])},
+        # As it is typed, whichever program calls.
+        "environment": describe_environment() | {"command": " ".join(["python -m parity", word, *words])},
         "settings": OmegaConf.to_container(config.parity, resolve=True),
     }
 
