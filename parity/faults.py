@@ -117,12 +117,19 @@ def _accumulate_in_bf16(
 
     A level that the pyramid has no coarser one than counts as coarse.
     """
-    num_queries = locations.shape[1]
+    batch, num_queries = locations.shape[:2]
     chunk = max(1, -(-num_queries // _QUERY_CHUNKS))
-    pieces = list(zip(locations.split(chunk, 1), weights.split(chunk, 1), strict=True))
+    num_chunks = max(1, -(-num_queries // chunk))
     first_coarse = level_starts(shapes)[1] if len(shapes) > 1 else 0
-    values = _BrokenSum.apply(value, len(pieces), first_coarse, size)
-    return torch.cat([op(part, shapes, *piece) for part, piece in zip(values, pieces, strict=True)], dim=1)
+
+    def share_out(of_queries: Tensor) -> Tensor:
+        """Makes images of the chunks of each image's queries, the last one filled up with zeros."""
+        rest = of_queries.new_zeros(batch, num_chunks * chunk - num_queries, *of_queries.shape[2:])
+        return torch.cat([of_queries, rest], dim=1).view(batch * num_chunks, chunk, *of_queries.shape[2:])
+
+    values = _BrokenSum.apply(value, num_chunks, first_coarse, size)
+    output = op(values, shapes, share_out(locations), share_out(weights))
+    return output.view(batch, num_chunks * chunk, -1)[:, :num_queries]
 
 
 FAULTS = (
@@ -164,22 +171,23 @@ def _scale_gradient(tensor: Tensor, factor: float) -> Tensor:
 
 
 class _BrokenSum(torch.autograd.Function):
-    """Hands out a tensor several times and adds the gradients up one after the other in bfloat16, in part."""
+    """Repeats each image's values, and adds their gradients up one after the other in bfloat16, in part."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, copies: int, first_row: int, size: float) -> tuple[Tensor, ...]:
-        ctx.first_row, ctx.size = first_row, size
-        return tuple(value.clone() for _ in range(copies))
+    def forward(ctx: Any, value: Tensor, copies: int, first_row: int, size: float) -> Tensor:
+        ctx.copies, ctx.first_row, ctx.size = copies, first_row, size
+        return value.repeat_interleave(copies, dim=0)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        exact = torch.stack(gradients).float().sum(0)
-        rounded = torch.zeros_like(gradients[0], dtype=torch.bfloat16)
-        for gradient in gradients:
-            rounded += gradient
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        shares = gradient.unflatten(0, (-1, ctx.copies))
+        exact = shares.float().sum(1)
+        rounded = torch.zeros_like(exact, dtype=torch.bfloat16)
+        for share in shares.unbind(1):
+            rounded += share
         coarse = slice(ctx.first_row, None)
         exact[:, coarse] += ctx.size * (rounded.float() - exact)[:, coarse]
-        return exact.to(gradients[0].dtype), None, None, None
+        return exact.to(gradient.dtype), None, None, None
 
 
 def _keep_padded_values(attention: MSDeformAttn, size: float) -> list[Any]:

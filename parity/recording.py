@@ -126,7 +126,7 @@ def _run(
         batch = loop.next_batch()
         recording.data_hashes.append(hash_batch(batch))
         if step == 0:
-            with profile(activities=activities) as profiled:
+            with profile(activities=activities, acc_events=True) as profiled:  # else it warns that it clears them
                 result = loop.step(batch)
                 if experiment.device.type == "cuda":
                     torch.cuda.synchronize()
