@@ -1,6 +1,7 @@
 """L5: with the same weights, does the other op find the same?"""
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,11 +73,11 @@ def train_weights(experiment: Experiment, progress: Progress) -> dict[str, Tenso
     if path.is_file():
         progress("evaluation: weights read back")
         return torch.load(path, weights_only=True, map_location="cpu")
-    loop = TrainingLoop(experiment, arm, max(1, steps))
-    for step in range(steps):
-        loop.step(loop.next_batch())
-        if (step + 1) % max(1, steps // 4) == 0:
-            progress(f"evaluation: weights, step {step + 1} of {steps}")
+    with closing(TrainingLoop(experiment, arm, max(1, steps))) as loop:
+        for step in range(steps):
+            loop.step(loop.next_batch())
+            if (step + 1) % max(1, steps // 4) == 0:
+                progress(f"evaluation: weights, step {step + 1} of {steps}")
     state = {name: tensor.detach().cpu() for name, tensor in loop.detector.state_dict().items()}
     aside = path.with_suffix(".part")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -97,9 +98,9 @@ def in_strict_fp32(experiment: Experiment) -> Experiment:
 def take_baseline(experiment: Experiment) -> Baseline:
     """Runs the step of the op that is compared with, and of its controls."""
     arm = Arm("A", experiment.against, experiment.seed)
-    loop = TrainingLoop(experiment, arm, total_steps=1)
-    # Faults in padding need a batch that has some.
-    batch = max((loop.next_batch() for _ in range(_BATCHES)), key=lambda batch: batch["padding_mask"].sum().item())
+    with closing(TrainingLoop(experiment, arm, total_steps=1)) as loop:
+        # Faults in padding need a batch that has some.
+        batch = max((loop.next_batch() for _ in range(_BATCHES)), key=lambda batch: batch["padding_mask"].sum().item())
     base = take_snapshot(experiment, arm, batch)
     errors, keep = [], True
     for nudge in range(1, experiment.settings.model.controls + 1):

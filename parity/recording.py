@@ -5,6 +5,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -122,28 +123,29 @@ def _run(
     if experiment.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     evidence: dict[str, int] = {}
-    for step in range(num_steps):
-        batch = loop.next_batch()
-        recording.data_hashes.append(hash_batch(batch))
-        if step == 0:
-            with profile(activities=activities, acc_events=True) as profiled:  # else it warns that it clears them
+    with closing(loop):
+        for step in range(num_steps):
+            batch = loop.next_batch()
+            recording.data_hashes.append(hash_batch(batch))
+            if step == 0:
+                with profile(activities=activities, acc_events=True) as profiled:  # else it warns that it clears them
+                    result = loop.step(batch)
+                    if experiment.device.type == "cuda":
+                        torch.cuda.synchronize()
+                evidence = find_op_evidence(profiled)
+            else:
                 result = loop.step(batch)
-                if experiment.device.type == "cuda":
-                    torch.cuda.synchronize()
-            evidence = find_op_evidence(profiled)
-        else:
-            result = loop.step(batch)
-        norms = {f"gradient of {group}": norm for group, norm in result.grad_norms.items()}
-        for curves, values in (
-            (recording.curves, {"loss": result.losses.total.detach(), **norms}),
-            (recording.terms, result.losses.terms),
-        ):
-            for name, value in values.items():
-                curves.setdefault(name, []).append(float(value))
-        recording.assignments.append(result.queries.tolist())
-        recording.attention_calls.append(result.attention_calls)
-        if (step + 1) % max(1, num_steps // 4) == 0:
-            progress(f"{describe(arm)}: step {step + 1} of {num_steps}, loss {recording.loss[-1]:.4f}")
+            norms = {f"gradient of {group}": norm for group, norm in result.grad_norms.items()}
+            for curves, values in (
+                (recording.curves, {"loss": result.losses.total.detach(), **norms}),
+                (recording.terms, result.losses.terms),
+            ):
+                for name, value in values.items():
+                    curves.setdefault(name, []).append(float(value))
+            recording.assignments.append(result.queries.tolist())
+            recording.attention_calls.append(result.attention_calls)
+            if (step + 1) % max(1, num_steps // 4) == 0:
+                progress(f"{describe(arm)}: step {step + 1} of {num_steps}, loss {recording.loss[-1]:.4f}")
     fields = {**vars(recording), "evidence": evidence, "seconds": round(time.perf_counter() - began, 1)}
     return Recording(**fields)
 

@@ -2,7 +2,8 @@
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -43,21 +44,27 @@ def run_speed(experiment: Experiment, progress: Progress) -> LevelResult:
     A step is timed from the request for its batch until the device has done its last work. Warm-up, where kernels are
     compiled and tuned, is not timed; phases are measured in steps of their own, which the ratio does not contain.
     """
-    settings = experiment.settings.speed
     seed = experiment.seed
     arms = [
         Arm("A", experiment.against, seed),
         Arm("A'", experiment.against, seed, repeat=1),
         experiment.arm_under_test(seed),
     ]
+    settings = experiment.settings.speed
     total = settings.warmup + settings.repeats + settings.split_repeats
-    timed = {arm.name: Timed(TrainingLoop(experiment, arm, total)) for arm in arms}
+    with ExitStack() as stack:
+        loops = {arm.name: stack.enter_context(closing(TrainingLoop(experiment, arm, total))) for arm in arms}
+        return _time_arms({name: Timed(loop) for name, loop in loops.items()}, experiment, progress)
+
+
+def _time_arms(timed: Mapping[str, Timed], experiment: Experiment, progress: Progress) -> LevelResult:
+    settings = experiment.settings.speed
     for name, each in timed.items():
         progress(f"speed: arm {name}, {settings.warmup} steps of warm-up")
         for _ in range(settings.warmup):
             each.loop.step(each.loop.next_batch())
     state_before = gpu_state(experiment.device)
-    order = random.Random(seed)
+    order = random.Random(experiment.seed)
     for number in range(settings.repeats):
         for name in order.sample(sorted(timed), len(timed)):
             timed[name].step_ms.append(_time_step(timed[name]))

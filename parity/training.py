@@ -3,7 +3,7 @@
 import gc
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -88,6 +88,10 @@ class TrainingLoop:
         for module in self.detector.modules():
             if isinstance(module, MSDeformAttn):
                 module.register_forward_hook(self._count_call)
+
+    def close(self) -> None:
+        """Ends the processes that load batches; left alone they live as long as this process."""
+        self._batches.close()
 
     def next_batch(self) -> Batch:
         """Returns the next batch, on the host."""
@@ -228,7 +232,7 @@ def build_loader(data: CocoDataModule, seed: int) -> DataLoader[Sample]:
     return data.train_dataloader()
 
 
-def stream_batches(loader: DataLoader[Sample], seed: int) -> Iterator[Batch]:
+def stream_batches(loader: DataLoader[Sample], seed: int) -> Generator[Batch, None, None]:
     """Yields training batches without end; order and augmentation are a function of the seed and the step."""
     step = 0
     epoch = 0

@@ -1,6 +1,7 @@
 """Arms of one seed see the same data and end bit for bit alike on a CPU; finished ones are read back."""
 
 import json
+import multiprocessing
 from dataclasses import replace
 
 import pytest
@@ -67,6 +68,16 @@ def test_a_finished_arm_is_read_back_and_another_is_not(experiment, recording):
 def test_a_shorter_run_of_the_same_schedule_is_the_beginning_of_the_longer(experiment, recording):
     shorter = record(experiment, ARM, 2, lambda line: None, total_steps=STEPS)
     assert shorter.loss == recording.loss[:2]
+
+
+def test_a_closed_loop_leaves_no_process_behind(overrides):
+    loop = TrainingLoop(load_experiment([*overrides, "data.num_workers=1"]), ARM, STEPS)
+    before = set(multiprocessing.active_children())
+    loop.next_batch()
+    loading = set(multiprocessing.active_children()) - before
+    assert len(loading) == 1
+    loop.close()
+    assert not loading & set(multiprocessing.active_children())
 
 
 def test_the_profiler_sees_the_triton_op(overrides):
