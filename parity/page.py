@@ -74,9 +74,10 @@ table { border-collapse: collapse; font-size: 14px; min-width: 60%; }
 th, td { text-align: left; padding: 4px 12px 4px 0; border-bottom: 1px solid var(--rule); vertical-align: top;
   font-variant-numeric: tabular-nums; }
 th { color: var(--soft); font-weight: 600; }
-figure { margin: 12px 0; overflow-x: auto; } figcaption { color: var(--soft); font-size: 14px; }
-svg { width: 100%; min-width: 480px; max-width: 760px; height: auto; display: block; }
+figure { margin: 12px 0; } figcaption { color: var(--soft); font-size: 14px; }
+svg { width: 100%; max-width: 760px; height: auto; display: block; }
 svg text { font-size: 13px; fill: var(--soft); }
+@media (max-width: 600px) { svg text { font-size: 17px; } }
 .axis { stroke: #8a93a3; } .grid { stroke: #edf0f4; } .mark { stroke: #8a93a3; stroke-dasharray: 5 4; }
 .line { fill: none; stroke-width: 2; } .band { fill: #dfe5ee; stroke: none; }
 .s0 { stroke: #2f5fb3; --c: #2f5fb3; } .s1 { stroke: #d1622b; --c: #d1622b; } .s2 { stroke: #9aa5b5; --c: #9aa5b5; }

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from html import escape
 
 _WIDTH, _HEIGHT = 640, 300
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 12, 34
-_ROW, _LABELS = 34, 130
-_LEGEND_ROW, _LETTER = 22, 7.4
+_LEFT, _RIGHT, _TOP, _BOTTOM = 72, 12, 12, 40
+_ROW, _LABELS = 34, 156
+# Room for the larger letters of narrow pages.
+_LEGEND_ROW, _LETTER = 24, 9.4
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def _axes(low: float, high: float, num_steps: int, label: str, log: bool) -> lis
         if tick == int(tick):
             x = _LEFT + (right - _LEFT) * tick / max(1, num_steps - 1)
             parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{tick:g}</text>')
-    parts.append(f'<text x="{right}" y="{_HEIGHT - 4}" text-anchor="end">step</text>')
+    parts.append(f'<text x="{right}" y="{_HEIGHT - 6}" text-anchor="end">step</text>')
     return parts
 
 
