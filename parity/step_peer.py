@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,12 +19,14 @@ from omegaconf import DictConfig
 from models.backbone import DILATABLE_RESNETS
 from models.normalization import ImageNormalizer
 from parity.arms import ROOT
+from parity.hugging_face_step import SWAP
 from parity.step_benchmark import Samples, StepCase, SyntheticStep, compose_case, describe_samples, draw_batch
 from parity.step_memory import measure_peak
 from parity.training import autocast_dtype
 
 OFFICIAL = "official"
 HUGGING_FACE = "hf"
+SWAPPED = "hf with msda_op"
 PEERS = (OFFICIAL, HUGGING_FACE)
 _OURS = "triton-detr"
 _OURS_ALONE = ("op=", "op.", "cuda_graphs=", "compile=", "model.transformer.fused_norm=", "backbone.f")
@@ -42,7 +45,7 @@ class PeerProcess:
     """Another code base in a process of its own, which lives as long as this context.
 
     Args:
-        who: name of the code base, one of `PEERS`.
+        who: name of the code, as rows have it.
         runner: module of this package that trains it.
         job: see `make_job`.
         arguments: further arguments of the runner.
@@ -91,8 +94,8 @@ class PeerProcess:
         return answer["walls_ms"], answer["phases_ms"]
 
 
-def start_peer(who: str, case: StepCase, device: torch.device, checkout: Path | None) -> PeerProcess:
-    """Starts the process of another code base.
+def start_peers(who: str, case: StepCase, device: torch.device, checkout: Path | None) -> list[PeerProcess]:
+    """Starts the processes of another code base: of transformers two, the second with its op swapped for ours.
 
     Args:
         who: one of `PEERS`.
@@ -107,34 +110,39 @@ def start_peer(who: str, case: StepCase, device: torch.device, checkout: Path | 
     if who == HUGGING_FACE:
         if find_spec("transformers") is None:
             raise ValueError("--against hf must find the package transformers, got none; install it with pip")
-        return PeerProcess(who, "hugging_face_step", make_job(who, case, device))
+        job = make_job(who, case, device)
+        return [
+            PeerProcess(HUGGING_FACE, "hugging_face_step", job),
+            PeerProcess(SWAPPED, "hugging_face_step", job, [SWAP]),
+        ]
     if checkout is None or not (checkout / "models" / "deformable_detr.py").is_file():
         raise ValueError(
             f"checkout must be a folder with the official Deformable-DETR code, got {checkout}; clone it there"
         )
-    return PeerProcess(who, "official_step", make_job(who, case, device), [checkout])
+    return [PeerProcess(who, "official_step", make_job(who, case, device), [checkout])]
 
 
 def compare_steps(
-    peer: PeerProcess, case: StepCase, device: torch.device, warmup: int, repeats: int, blocks: int
+    peers: Sequence[PeerProcess], case: StepCase, device: torch.device, warmup: int, repeats: int, blocks: int
 ) -> list[dict[str, Any]]:
-    """Times our steps and those of another code base in turn, and ends its process.
+    """Times our steps and those of other code in turn, and ends its processes.
 
     Args:
-        peer: the other code base, with this case.
-        case: what both train on.
+        peers: the other code, with this case.
+        case: what all train on.
         device: where.
         warmup: steps of each before.
         repeats: measured steps of each.
         blocks: turns that they are spread over, at most `repeats`.
 
     Returns:
-        A row for ours and one for theirs, see `describe_samples`, both with `peak_gib` on a GPU; theirs in the words of
-        the case that count for it and with `times_ours`, the ratio of the medians.
+        A row for ours and one for each of theirs, see `describe_samples`, all with `peak_gib` on a GPU; theirs in the
+        words of the case that count for it and with `times_ours`, the ratio of the medians.
     """
     step = SyntheticStep(case, device)
-    with peer:
-        contenders: dict[str, Timed] = {_OURS: step, peer.who: peer}
+    with ExitStack() as processes:
+        contenders: dict[str, Timed] = {_OURS: step}
+        contenders |= {peer.who: processes.enter_context(peer) for peer in peers}
         samples: dict[str, Samples] = {}
         for who, contender in contenders.items():
             contender.time(warmup)
@@ -146,14 +154,14 @@ def compare_steps(
                 samples[who][0].extend(walls)
                 samples[who][1].extend(phases)
         words = tuple(word for word in case.overrides if not word.startswith(_OURS_ALONE))
-        ours = describe_samples(case, _OURS, samples[_OURS])
-        theirs = describe_samples(replace(case, overrides=words), peer.who, samples[peer.who])
+        rows = [describe_samples(case, _OURS, samples[_OURS])]
         if device.type == "cuda":
-            ours |= measure_peak(step)
-        if peer.peak_gib is not None:
-            theirs["peak_gib"] = peer.peak_gib
-    theirs["times_ours"] = theirs["step_ms"]["median"] / ours["step_ms"]["median"]
-    return [ours, theirs]
+            rows[0] |= measure_peak(step)
+        for peer in peers:
+            row = describe_samples(replace(case, overrides=words), peer.who, samples[peer.who])
+            row["times_ours"] = row["step_ms"]["median"] / rows[0]["step_ms"]["median"]
+            rows.append(row if peer.peak_gib is None else row | {"peak_gib": peer.peak_gib})
+    return rows
 
 
 def make_job(who: str, case: StepCase, device: torch.device) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from parity.presets import PRESETS, make_preset_inputs
 from parity.speed import Row, Workload, compare_repeats, format_row, fuse_workload, plot_rows, run_workload
 from parity.step_benchmark import StepCase, SyntheticStep, format_step, list_variants, measure_step, plot_steps
 from parity.step_memory import device_gib, find_largest_batch, fitting_cards, measure_dense, measure_memory
-from parity.step_peer import HUGGING_FACE, OFFICIAL, PEERS, compare_steps, start_peer
+from parity.step_peer import HUGGING_FACE, OFFICIAL, PEERS, compare_steps, start_peers
 from parity.timing import CudaMeter, CudaStopwatch, Summary, measure_copy_bandwidth, measure_device_time, read_gpu_state
 
 SCHEMA = 1
@@ -106,7 +106,11 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="with each of what makes it fast turned off, a row each; pass cuda_graphs=true compile=true",
     )
-    step.add_argument("--against", choices=PEERS, help="the official code or transformers beside ours, in turn")
+    step.add_argument(
+        "--against",
+        choices=PEERS,
+        help="the official code or transformers, also with our op in it, beside ours, in turn",
+    )
     step.add_argument("--checkout", type=Path, help="folder of the official code")
     step.add_argument("--dense", type=int, help="also the peak with so many targets in one image")
     step.add_argument(
@@ -192,8 +196,8 @@ def run_step(options: argparse.Namespace) -> None:
         height, width = options.size
         case = StepCase(tuple(options.overrides), batch, height, width, options.boxes)
         if options.against is not None:
-            peer = start_peer(options.against, case, device, options.checkout)
-            report(*compare_steps(peer, case, device, warmup=10, repeats=options.repeats, blocks=4))
+            peers = start_peers(options.against, case, device, options.checkout)
+            report(*compare_steps(peers, case, device, warmup=10, repeats=options.repeats, blocks=4))
             continue
         for extra in list_variants(options.switches, checkpointing=options.largest_batch is not None):
             switched = replace(case, overrides=case.overrides + extra)

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from msda_op.hugging_face import MultiScaleDeformableAttention
 from parity.hugging_face_step import HuggingFaceStep
 from parity.step_benchmark import PHASES, StepCase, format_step
-from parity.step_peer import HUGGING_FACE, OFFICIAL, PEERS, compare_steps, make_job, start_peer
+from parity.step_peer import HUGGING_FACE, OFFICIAL, PEERS, SWAPPED, compare_steps, make_job, start_peers
 from parity.step_process import Stepper
 
 CHECKOUT = os.environ.get("OFFICIAL_DEFORMABLE_DETR_DIR")
@@ -53,43 +54,58 @@ def test_what_the_others_have_not_is_refused(overrides: tuple[str, ...], who: st
 
 def test_a_folder_without_the_code_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="checkout must be a folder with the official Deformable-DETR code, got"):
-        start_peer(OFFICIAL, CASE, CPU, tmp_path)
+        start_peers(OFFICIAL, CASE, CPU, tmp_path)
 
 
 def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parity.step_peer.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="--against hf must find the package transformers, got none; install it"):
-        start_peer(HUGGING_FACE, CASE, CPU, None)
+        start_peers(HUGGING_FACE, CASE, CPU, None)
 
 
-def check_rows(who: str, checkout: Path | None, overrides: tuple[str, ...]) -> None:
+def check_rows(names: list[str], checkout: Path | None, overrides: tuple[str, ...]) -> None:
     case = StepCase((*CASE.overrides, *overrides, "compile=false"), 2, 64, 96, 3)
-    ours, theirs = compare_steps(start_peer(who, case, CPU, checkout), case, CPU, warmup=1, repeats=3, blocks=2)
-    assert (ours["who"], theirs["who"]) == ("triton-detr", who)
+    peers = start_peers(names[0], case, CPU, checkout)
+    ours, *others = compare_steps(peers, case, CPU, warmup=1, repeats=3, blocks=2)
+    assert [row["who"] for row in (ours, *others)] == ["triton-detr", *names]
     assert ours["overrides"] == list(case.overrides)
-    assert theirs["overrides"] == [*(word for word in TINY if word != "op=reference"), *overrides]
-    assert min(theirs["phases_ms"].values()) > 0
-    assert tuple(theirs["phases_ms"]) == PHASES
-    assert sum(theirs["phases_ms"].values()) <= 1.5 * theirs["step_ms"]["p80"]
-    assert theirs["times_ours"] == pytest.approx(theirs["step_ms"]["median"] / ours["step_ms"]["median"])
-    assert format_step(theirs).startswith(f"{who} model=deformable_detr_tiny")
+    for theirs in others:
+        assert theirs["overrides"] == [*(word for word in TINY if word != "op=reference"), *overrides]
+        assert min(theirs["phases_ms"].values()) > 0
+        assert tuple(theirs["phases_ms"]) == PHASES
+        assert sum(theirs["phases_ms"].values()) <= 1.5 * theirs["step_ms"]["p80"]
+        assert theirs["times_ours"] == pytest.approx(theirs["step_ms"]["median"] / ours["step_ms"]["median"])
+        assert format_step(theirs).startswith(f"{theirs['who']} model=deformable_detr_tiny")
 
 
 @pytest.mark.skipif(CHECKOUT is None, reason="OFFICIAL_DEFORMABLE_DETR_DIR names no official checkout")
 def test_ours_and_the_official_code_are_timed_in_turn() -> None:
     assert CHECKOUT is not None
-    check_rows(OFFICIAL, Path(CHECKOUT), ())
+    check_rows([OFFICIAL], Path(CHECKOUT), ())
 
 
 def test_ours_and_transformers_are_timed_in_turn() -> None:
     pytest.importorskip("transformers")
-    check_rows(HUGGING_FACE, None, ("precision=bf16",))
+    check_rows([HUGGING_FACE, SWAPPED], None, ("precision=bf16",))
+
+
+def test_transformers_with_our_op_takes_the_same_steps() -> None:
+    pytest.importorskip("transformers")
+    job, losses = make_job(HUGGING_FACE, StepCase((*TINY, "model.transformer.dropout=0"), 2, 64, 96, 3), CPU), []
+    for swapped in (False, True):
+        torch.manual_seed(0)
+        trained = HuggingFaceStep(job, swapped)
+        calls_ours = any(isinstance(module, MultiScaleDeformableAttention) for module in trained.model.modules())
+        assert calls_ours == swapped
+        Stepper(trained, {"device": "cpu", "dtype": None}).run()
+        losses.append(trained.compute_loss(lambda: None).item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 def test_transformers_learns_with_its_own_loss_and_published_stages() -> None:
     pytest.importorskip("transformers")
     one_stage = ("model.box_refine=false", "model.transformer.two_stage=false")
-    trained = HuggingFaceStep(make_job(HUGGING_FACE, StepCase((*TINY, *one_stage), 2, 64, 96, 3), CPU))
+    trained = HuggingFaceStep(make_job(HUGGING_FACE, StepCase((*TINY, *one_stage), 2, 64, 96, 3), CPU), swapped=False)
     stepper = Stepper(trained, {"device": "cpu", "dtype": None})
     losses = []
     for _ in range(3):
