@@ -16,6 +16,20 @@ from typing import Any
 import torch
 
 PACKAGES = ("triton-detr", "torch", "torchvision", "triton", "lightning", "hydra-core", "pycocotools", "numpy", "scipy")
+_NEEDLESS = (
+    "💡",  # advertisements
+    "GPU available: ",  # the first panel names the device
+    "TPU available: ",
+    "Loading `train_dataloader` to estimate",
+    "`weights_only` was not set",  # of a checkpoint that is written
+)
+"""How messages of Lightning begin that say nothing to a person."""
+_TALKERS = (
+    "lightning.pytorch.utilities.rank_zero",
+    "lightning.fabric.utilities.rank_zero",
+    "lightning.pytorch.trainer.connectors.checkpoint_connector",
+)
+"""Its loggers that they come from."""
 _ABSOLUTE_PATH = re.compile(r"""(?:^|(?<=[=:,\[({"']))/(?!/)[^,\])}"']*""")
 
 
@@ -108,5 +122,6 @@ def silence_dependencies() -> None:
     warnings.filterwarnings("ignore", message=r"The '\w+' does not have many workers")  # data.num_workers is explicit
     warnings.filterwarnings("ignore", message=r"The number of training batches \(\d+\) is smaller than the logging")
     warnings.filterwarnings("ignore", message=r"You're resuming from a checkpoint that ended before")  # ours can
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
-        logging.getLogger(name).addFilter(lambda record: not record.getMessage().startswith("💡"))  # advertisements
+    warnings.filterwarnings("ignore", message=r"The dirpath has changed from")  # a resumed run has a folder of its own
+    for name in _TALKERS:
+        logging.getLogger(name).addFilter(lambda record: not record.getMessage().startswith(_NEEDLESS))

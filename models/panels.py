@@ -37,12 +37,16 @@ FILES = {
 }
 """What a run may leave in its folder, in the order in which a person wants it."""
 
+ESTIMATE_AFTER_S = 20.0
+"""Seconds after which the time to go is told where no log window has closed yet."""
+
 RESUMING = (*STARTING, "trainer.max_epochs=", "trainer.max_steps=")
 """Words of a command that the one that trains on has anew."""
 
 
 class RunPanels(Callback):
-    """Prints what runs and where it goes; after the first log window how long it will take; at the end what came out.
+    """Prints what runs and where it goes; after the first log window, or some seconds, how long it will take; at the
+    end what came out.
 
     Args:
         run_dir: The run's folder.
@@ -101,9 +105,10 @@ class RunPanels(Callback):
             self._first_batch_ended, self._batches = time.perf_counter(), 0
             return
         self._batches += 1
-        if closes_log_window(trainer, batch_idx):
+        elapsed_s = time.perf_counter() - self._first_batch_ended
+        if closes_log_window(trainer, batch_idx) or elapsed_s > ESTIMATE_AFTER_S:
             self._has_estimated = True
-            step_s = (time.perf_counter() - self._first_batch_ended) / self._batches * trainer.accumulate_grad_batches
+            step_s = elapsed_s / self._batches * trainer.accumulate_grad_batches
             left = trainer.estimated_stepping_batches - trainer.global_step
             if math.isfinite(left):
                 Console().print(

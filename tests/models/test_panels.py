@@ -82,6 +82,13 @@ def test_a_training_is_described_estimated_and_summed_up(tmp_path, monkeypatch, 
     assert "summary.json" not in words
 
 
+def test_slow_steps_are_estimated_before_a_log_window_closes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("models.panels.closes_log_window", lambda trainer, batch_idx: False)
+    assert "of training to go" not in run(tmp_path, monkeypatch, capsys)
+    monkeypatch.setattr("models.panels.ESTIMATE_AFTER_S", 0.0)
+    assert run(tmp_path, monkeypatch, capsys).count("of training to go") == 1
+
+
 def test_a_resumed_training_counts_its_own_steps(tmp_path, monkeypatch, capsys):
     path = tmp_path / "half.ckpt"
     settings = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
