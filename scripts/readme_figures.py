@@ -1,8 +1,9 @@
 """Writes the README's tables of measurements from results/*.json: `python -m scripts.readme_figures [--check]`.
 
 Rows come from what `scripts.benchmark op`, `step` and `inference`, `scripts.scaling`, `python -m parity` and trainings
-(their summary.json) wrote. Files of other kinds are named and left out. With --check nothing is written; the exit
-status is 1 if the tables differ from the files.
+(their summary.json) wrote. The table in front has ours beside the most known others; all rows are folded away behind
+it. Files of other kinds are named and left out. With --check nothing is written; the exit status is 1 if the tables
+differ from the files.
 """
 
 import argparse
@@ -24,6 +25,14 @@ OURS, FUSED, COMPOSED = "msda_op triton", "msda_op triton, fused", "softmax + lo
 NOT_SAID = ("data.root", "data.train_", "data.val_", "callbacks.", "logger=", "hydra.", "trainer.devices")
 """Words of a command that do not tell what was trained: where files lie and how much is printed."""
 
+HEADLINE_OTHERS = {"original CUDA op": "original CUDA op", "msda_op reference": "PyTorch `grid_sample`"}
+HEADLINE_PRESETS = ("encoder", "decoder")
+HEADLINE_DTYPE = "bf16"
+"""Of the op's calls, what the table in front has."""
+ARM_WORDS = ("op=", "precision=")
+"""Words in which the two trainings of a row there differ."""
+COCO_IMAGES = 118_287
+PUBLISHED_EPOCHS = 50
 Cells = tuple[str, ...]
 
 
@@ -42,6 +51,12 @@ class Section:
     columns: Cells
 
 
+HEADLINE = Section(
+    "In short",
+    "Medians; in brackets how many times ours. `by heart`: trained and evaluated on the same images, from the same "
+    "random weights, as a check that nothing is lost on the way.",
+    ("what", "triton-detr", "others"),
+)
 PARITY = Section(
     "Parity",
     "Does training with the first op come to the same as training with the second? [The method](docs/parity.md).",
@@ -58,8 +73,9 @@ OP = Section(
 STEP = Section(
     "A training step",
     "Forward, loss, backward and update on random images that lie on the GPU; largest batches by trying, or about, "
-    "extrapolated from two.",
-    ("code", "settings", "batch", "ms", "images/s", "peak memory", "largest batch"),
+    f"extrapolated from two. `{PUBLISHED_EPOCHS} epochs`: of the {COCO_IMAGES:,} training images of COCO at this rate, "
+    "if the loader keeps up.",
+    ("code", "settings", "batch", "ms", "images/s", "peak memory", "largest batch", f"{PUBLISHED_EPOCHS} epochs"),
 )
 INFERENCE = Section(
     "Inference",
@@ -72,7 +88,7 @@ TRAINING = Section(
     ("settings of `train.py`", "evaluated on", "AP", "AP50", "steps", "time", "images/s", "peak memory"),
 )
 SCALING = Section("Several GPUs", "Images per second of a training.", ("GPUs", "times one GPU"))
-SECTIONS = (PARITY, OP, STEP, INFERENCE, TRAINING, SCALING)
+SECTIONS = (HEADLINE, PARITY, OP, STEP, INFERENCE, TRAINING, SCALING)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -108,12 +124,13 @@ def replace_tables(text: str, tables: str) -> str:
 
 
 def make_tables(folder: Path) -> str:
-    """Returns the tables of all figures in a folder, or a sentence where there are none.
+    """Returns the tables of all figures in a folder, all but the first folded, or a sentence where there are none.
 
     Raises:
         ValueError: A file is no JSON.
     """
     tables: dict[Section, list[Cells]] = {section: [] for section in SECTIONS}
+    trainings: dict[str, dict[str, Cells]] = {}
     for path in sorted(folder.rglob("*.json")):
         try:
             content = json.loads(path.read_text())
@@ -124,9 +141,18 @@ def make_tables(folder: Path) -> str:
             print(f"{path}: no figure for the README")
             continue
         link = f"[{path.relative_to(folder)}]({(folder.name / path.relative_to(folder)).as_posix()})"
-        tables[section] += [(*cells, describe_machine(content), link) for cells in rows]
-    found = [format_section(section, rows) for section, rows in tables.items() if rows]
-    return "\n\n".join(found) or NOTHING
+        source = (describe_machine(content), link)
+        tables[section] += [(*cells, *source) for cells in rows]
+        tables[HEADLINE] += [(*cells, *source) for cells in headline_rows(section, content)]
+        if section is TRAINING:
+            name, backend, result = _arm(content)
+            trainings.setdefault(name, {})[backend] = (result, *source)
+    tables[HEADLINE] += pair_trainings(trainings)
+    front, *found = [format_section(section, rows) for section, rows in tables.items() if rows or section is HEADLINE]
+    if not found:
+        return NOTHING
+    folded = "\n\n".join(("<details>\n<summary>All measurements</summary>", *found, "</details>"))
+    return f"{front}\n\n{folded}" if tables[HEADLINE] else folded
 
 
 def format_section(section: Section, rows: Sequence[Cells]) -> str:
@@ -154,6 +180,31 @@ def read_figures(content: Any) -> tuple[Section | None, list[Cells]]:
     if any("forward_device_ms_median" in row for row in rows):
         return OP, _op_cells(rows)
     return None, []
+
+
+def headline_rows(section: Section, content: dict[str, Any]) -> list[Cells]:
+    """Returns what a file says to the table in front: ours beside the others, in one unit."""
+    if section is PARITY:
+        manifest = content["manifest"]
+        ops = f"parity of a training, {manifest['op']} beside {manifest['against']}, {manifest['precision']}"
+        return [(ops, f"**{content['verdict']}**", "")]
+    if section is STEP:
+        return _step_headline(content["rows"])
+    return _op_headline(content["rows"]) if section is OP else []
+
+
+def pair_trainings(trainings: dict[str, dict[str, Cells]]) -> list[Cells]:
+    """Returns a row for each training that was done with our op and with the reference.
+
+    Args:
+        trainings: result, machine and link of each op's, by what was trained.
+    """
+    both = {"triton", "reference"}
+    pairs = [(name, arms["triton"], arms["reference"]) for name, arms in trainings.items() if both <= arms.keys()]
+    return [
+        (name, ours, f"PyTorch `grid_sample` {theirs}", machine, f"{link}, {other_link}")
+        for name, (ours, machine, link), (theirs, _, other_link) in pairs
+    ]
 
 
 def describe_machine(content: dict[str, Any]) -> str:
@@ -193,6 +244,24 @@ def _op_cells(rows: Sequence[dict[str, Any]]) -> list[Cells]:
     return cells
 
 
+def _op_headline(rows: Sequence[dict[str, Any]]) -> list[Cells]:
+    """A row for the sum of both passes of each of `HEADLINE_PRESETS`."""
+    cells = []
+    for preset in HEADLINE_PRESETS:
+        calls = [row for row in rows if (row["preset"], row["dtype"]) == (preset, HEADLINE_DTYPE)]
+        times = {row["implementation"]: sum(_op_times(row)) for row in calls[::-1] if row["status"] == "timed"}
+        if OURS not in times:
+            continue
+        others = [
+            f"{told} {times[name]:.2f} ms ({times[name] / times[OURS]:.2g} x)"
+            for name, told in HEADLINE_OTHERS.items()
+            if name in times
+        ]
+        what = f"the op, {preset}, {HEADLINE_DTYPE}, batch {calls[0]['batch']}, forward and backward"
+        cells.append((what, f"{times[OURS]:.2f} ms", ", ".join(others)))
+    return cells
+
+
 def _describe_peer(row: dict[str, Any], ours_ms: float) -> str:
     """Name, times and their ratio to ours, or why there is none."""
     name = row["implementation"].replace(f"{OURS}, ", "ours, ")
@@ -223,7 +292,30 @@ def _step_cells(row: dict[str, Any]) -> Cells:
         f"{row['images_per_s']:.1f}",
         _format_gib(row.get("peak_gib", math.nan)),
         ", ".join(f"{batch} in {card} GiB" for card, batch in largest.items()),
+        f"{PUBLISHED_EPOCHS * COCO_IMAGES / row['images_per_s'] / 3600:.0f} h",
     )
+
+
+def _step_headline(rows: Sequence[dict[str, Any]]) -> list[Cells]:
+    """A row for our first step and those of other code."""
+    ours, *rest = rows
+    others = [row for row in rest if row["who"] != ours["who"]]
+    if not others:
+        return []
+    height, width = ours["size_hw"]
+    words = [word for word in ours["overrides"] if word.startswith(("model=", "precision="))]
+    times = [f"{row['who']} {_step_result(row)} ({_step_ms(row) / _step_ms(ours):.2g} x)" for row in others]
+    what = f"a training step, `{' '.join(words)}`, {ours['batch']} of {height} x {width}"
+    return [(what, _step_result(ours), ", ".join(times))]
+
+
+def _step_ms(row: dict[str, Any]) -> float:
+    return float(row["step_ms"]["median"])
+
+
+def _step_result(row: dict[str, Any]) -> str:
+    memory = _format_gib(row.get("peak_gib", math.nan))
+    return f"{_step_ms(row):.0f} ms{f' and {memory}' if memory else ''}"
 
 
 def _format_gib(memory_gib: float) -> str:
@@ -244,22 +336,41 @@ def _inference_cells(rows: Sequence[dict[str, Any]]) -> list[Cells]:
 
 def _training_cells(content: dict[str, Any]) -> Cells:
     """What was trained, on what it was evaluated, and what came out."""
-    manifest = content["manifest"]
-    words = shlex.split(manifest["environment"]["command"])[2:]
-    told = " ".join(word for word in words if not word.startswith(NOT_SAID))
-    data = manifest["config"]["data"]
-    seen = all(data[f"train_{part}"] == data[f"val_{part}"] for part in ("json", "images"))
+    told = " ".join(_training_words(content))
+    data = content["manifest"]["config"]["data"]
     images = "images" if data["limit_val"] is None else f"{data['limit_val']} images"
     scores = [content["validation"].get(f"val/{name}") for name in ("AP", "AP50")]
     return (
         f"`{told}`" if told else "as given",
-        f"the {images} trained on" if seen else f"other {images}",
+        f"the {images} trained on" if _is_by_heart(data) else f"other {images}",
         *("" if score is None else f"{100 * score:.1f}" for score in scores),
         str(content["steps"]),
         f"{content['train_seconds'] / 60:.1f} min",
         f"{content['img_per_s_median']:.1f}",
         _format_gib(content["peak_memory_mib"] / 1024),
     )
+
+
+def _training_words(content: dict[str, Any]) -> list[str]:
+    """The words of a training's command that say what was trained."""
+    words = shlex.split(content["manifest"]["environment"]["command"])[2:]
+    return [word for word in words if not word.startswith(NOT_SAID)]
+
+
+def _is_by_heart(data: dict[str, Any]) -> bool:
+    """Whether a training was evaluated on its own images."""
+    return all(data[f"train_{part}"] == data[f"val_{part}"] for part in ("json", "images"))
+
+
+def _arm(content: dict[str, Any]) -> tuple[str, str, str]:
+    """What was trained but for op and precision; the op; and what came out."""
+    words = _training_words(content)
+    kind = "AP by heart" if _is_by_heart(content["manifest"]["config"]["data"]) else "AP"
+    rest = " ".join(word for word in words if not word.startswith(ARM_WORDS))
+    backend, precision = (next((w.split("=")[1] for w in words if w.startswith(arm)), "default") for arm in ARM_WORDS)
+    ap = 100 * content["validation"].get("val/AP", math.nan)
+    memory = _format_gib(content["peak_memory_mib"] / 1024)
+    return f"{kind}, `{rest}`", backend, f"{ap:.1f} in {content['train_seconds'] / 60:.1f} min, {precision}, {memory}"
 
 
 if __name__ == "__main__":

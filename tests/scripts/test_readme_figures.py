@@ -21,6 +21,7 @@ ENVIRONMENT = {
 MACHINE = "NVIDIA X1, torch 2.99, 0123456"
 CALL = {"preset": "encoder", "batch": 4, "dtype": "bf16", "status": "timed"}
 STEP = {"overrides": ["precision=bf16"], "batch": 2, "size_hw": [800, 1333]}
+OVERFIT = "python train.py experiment=overfit logger=csv"
 INFERENCE = {"model": "dino", "precision": "bf16", "size_hw": [800, 1333], "batch_size": 1, "status": "timed"}
 PATHS = {"train_json": "t.json", "train_images": "t", "val_json": "v.json", "val_images": "v", "limit_val": None}
 SAME = {"train_json": "v.json", "train_images": "v", "limit_val": 32}
@@ -34,6 +35,11 @@ RUN = {
 }
 
 
+def by_heart(ap, seconds, **environment):
+    manifest = {"environment": ENVIRONMENT | environment, "config": {"data": PATHS | SAME}}
+    return RUN | {"validation": {"val/AP": ap}, "train_seconds": seconds, "manifest": manifest}
+
+
 def call(implementation, forward_ms, backward_ms):
     times = {"forward_device_ms_median": forward_ms, "backward_device_ms_median": backward_ms}
     return CALL | {"implementation": implementation} | times
@@ -44,6 +50,7 @@ FILES = {
         call(OURS, 0.25, 0.5),
         call(f"{OURS}, deterministic", 0.25, 0.8),
         call("theirs", 1.5, 4),
+        call("original CUDA op", 1.5, 3),
         CALL | {"implementation": "none", "status": "refused"},
         call(OURS, 9, 9),
         call(FUSED, 0.02, 0.03),
@@ -72,26 +79,38 @@ FILES = {
         },
     },
     "run.json": RUN,
-    "by_heart.json": RUN
-    | {"validation": {}, "peak_memory_mib": float("nan")}
-    | {"manifest": {"environment": ENVIRONMENT, "config": {"data": PATHS | SAME}}},
+    "by_heart.json": by_heart(0.5, 99.0) | {"validation": {}, "peak_memory_mib": float("nan")},
+    "a.json": by_heart(0.91, 60.0, command=f"{OVERFIT} op=triton precision=bf16"),
+    "b.json": by_heart(0.92, 180.0, command=f"{OVERFIT} op=reference precision=fp32"),
     "other.json": {"rows": []},
 }
 ROWS = [
+    "| the op, encoder, bf16, batch 4, forward and backward | 0.75 ms | "
+    "original CUDA op 4.50 ms (6 x) | M | @op.json@ |",
+    "| parity of a training, triton beside reference, bf16-mixed | **PASS** |  | M | @parity/results.json@ |",
+    "| a training step, `precision=bf16`, 2 of 800 x 1333 | 152 ms and 6.5 GiB | "
+    "other 303 ms (2 x) | M | @step.json@ |",
+    "| AP by heart, `experiment=overfit` | 91.0 in 1.0 min, bf16, 2.0 GiB | "
+    "PyTorch `grid_sample` 92.0 in 3.0 min, fp32, 2.0 GiB | M | @a.json@, @b.json@ |",
     "| triton, reference | bf16-mixed, full | **PASS** | op PASS, model PASS | M | @parity/results.json@ |",
     "| encoder, batch 4, bf16 | 0.250 + 0.500 | "
-    "ours, deterministic 0.250 + 0.800 (1.4 x); theirs 1.50 + 4.00 (7.3 x); none refused | M | @op.json@ |",
+    "ours, deterministic 0.250 + 0.800 (1.4 x); theirs 1.50 + 4.00 (7.3 x); "
+    "original CUDA op 1.50 + 3.00 (6 x); none refused | M | @op.json@ |",
     "| encoder, batch 4, bf16, from offsets and logits | 0.0200 + 0.0300 | "
     "softmax + locations + msda_op triton 0.0400 + 0.0600 (2 x) | M | @op.json@ |",
     "| triton-detr | `precision=bf16` | 2 of 800 x 1333 | 152 | 13.2 | 6.5 GiB | "
-    "about 7 in 24 GiB, 28 in 80 GiB | M | @step.json@ |",
-    "| other | as given | 2 of 800 x 1333 | 303 | 6.6 |  |  | M | @step.json@ |",
+    "about 7 in 24 GiB, 28 in 80 GiB | 125 h | M | @step.json@ |",
+    "| other | as given | 2 of 800 x 1333 | 303 | 6.6 |  |  | 249 h | M | @step.json@ |",
     "| dino, bf16 | 1 of 800 x 1333 | eager 21.3, graph failed | M | @inference.json@ |",
+    "| `experiment=overfit op=triton precision=bf16` | the 32 images trained on | 91.0 |  | 70 | 1.0 min | 3.0 | "
+    "2.0 GiB | M | @a.json@ |",
+    "| `experiment=overfit op=reference precision=fp32` | the 32 images trained on | 92.0 |  | 70 | 3.0 min | 3.0 | "
+    "2.0 GiB | M | @b.json@ |",
     "| `a=b` | the 32 images trained on |  |  | 70 | 1.6 min | 3.0 |  | M | @by_heart.json@ |",
     "| `a=b` | other images | 12.3 | 45.6 | 70 | 1.6 min | 3.0 | 2.0 GiB | M | @run.json@ |",
     "| 2 | 1.93 | M | @scaling.json@ |",
 ]
-ROWS = [re.sub("@(.*)@", r"[\1](results/\1)", row.replace("| M |", f"| {MACHINE} |")) for row in ROWS]
+ROWS = [re.sub("@([^@]*)@", r"[\1](results/\1)", row.replace("| M |", f"| {MACHINE} |")) for row in ROWS]
 
 
 @pytest.fixture
@@ -105,12 +124,23 @@ def results(tmp_path):
 
 
 def test_every_kind_of_file_makes_its_rows(results, capsys):
-    tables = make_tables(results).split("\n\n")
-    assert [table.split("**")[1] for table in tables[::2]] == [f"{section.title}." for section in SECTIONS]
-    lines = [table.splitlines() for table in tables[1::2]]
+    parts = make_tables(results).split("\n\n")
+    titles = [part.split("**")[1] for part in parts if part.startswith("**")]
+    assert titles == [f"{section.title}." for section in SECTIONS]
+    lines = [part.splitlines() for part in parts if part.startswith("|")]
+    assert [parts.index(part) for part in parts if part.startswith("<")] == [2, len(parts) - 1]
     assert [row for _, _, *rows in lines for row in rows] == ROWS
     assert all(len({line.count(" | ") for line in table}) == 1 for table in lines)
     assert "other.json: no figure" in capsys.readouterr().out
+
+
+def test_one_op_alone_is_no_pair_and_files_without_a_front_row_are_folded(results):
+    (results / "b.json").unlink()
+    for name in ("op.json", "step.json", "parity/results.json"):
+        (results / name).unlink()
+    tables = make_tables(results)
+    assert tables.startswith("<details>")
+    assert "[a.json](results/a.json)" in tables
 
 
 def test_what_is_said_of_the_op_is_so():
