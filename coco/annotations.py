@@ -15,14 +15,20 @@ import numpy as np
 from numpy.typing import NDArray
 from pycocotools.coco import COCO
 
+from coco.entries import (
+    REQUIRED_KEYS,
+    describe_lack,
+    has_size,
+    is_area,
+    is_box,
+    is_crowd_flag,
+    is_file_name,
+    is_id,
+    is_known,
+    is_name,
+)
 from coco.errors import DataError
 from coco.file_names import FileNames
-
-REQUIRED_KEYS = {
-    "images": ("id", "file_name", "height", "width"),
-    "annotations": ("id", "image_id", "category_id", "bbox"),
-    "categories": ("id", "name"),
-}
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +72,8 @@ def read_categories(json_path: Path) -> tuple[Category, ...]:
     """Reads the categories of an annotation file, in order of their ids: category i has the contiguous label i.
 
     Raises:
-        DataError: The file is absent, no COCO annotation file, or has ids that are no integers.
+        DataError: The file is absent, no COCO annotation file, lists no category, or one without a name or with an id
+            that is no integer.
     """
     return _parse_categories(read_json(json_path), json_path)
 
@@ -74,8 +81,9 @@ def read_categories(json_path: Path) -> tuple[Category, ...]:
 def read_table(json_path: Path, limit: int | None) -> AnnotationTable:
     """Reads an annotation file for detection.
 
-    A missing `iscrowd` becomes 0, a missing `area` the area of the box. Boxes without width or height inside the image
-    are dropped, and their number logged. Segmentations are dropped too: detection needs none.
+    A missing `iscrowd` becomes 0; an `area` that is missing or no number of at least 0 becomes the area of the box.
+    Boxes without width or height inside the image are dropped, and their number logged. Segmentations are dropped too:
+    detection needs none.
 
     Args:
         json_path: The annotation file.
@@ -83,14 +91,14 @@ def read_table(json_path: Path, limit: int | None) -> AnnotationTable:
 
     Raises:
         DataError: The limit is below 1, the file is absent or no COCO annotation file, an id is no integer, two images
-            share one, an image has no size, a box is not four finite numbers, or an annotation refers to a category or
-            an image that the file does not list.
+            share one, there is no image, one has no file name or no size, a box is not four finite numbers, `iscrowd`
+            is neither 0 nor 1, or an annotation refers to a category or an image that the file does not list.
     """
     if limit is not None and limit < 1:
         raise DataError(f"limit must be at least 1 image, got {limit}; use null for all images")
     with without_garbage_collection():
         content = read_json(json_path)
-        return _make_table(content, _parse_categories(content, json_path), limit, json_path)
+        return make_table(content, limit, json_path)
 
 
 def read_annotations(json_path: Path, limit: int | None) -> COCO:
@@ -150,30 +158,41 @@ def read_json(json_path: Path) -> dict[str, Any]:
     Raises:
         DataError: The file is absent, no JSON, or incomplete.
     """
+    content = read_lists(json_path)
+    for kind, keys in REQUIRED_KEYS.items():
+        required = frozenset(keys)
+        for place, entry in enumerate(content[kind]):
+            if not (isinstance(entry, dict) and required <= entry.keys()):
+                raise DataError(
+                    f"every entry of {kind} must have {', '.join(keys)}, got {describe_lack(entry, kind)} in entry "
+                    f"{place} of {json_path}; complete the file"
+                )
+    return content
+
+
+def read_lists(json_path: Path) -> dict[str, Any]:
+    """Reads the file and checks that it has COCO's three lists, whatever is in them.
+
+    Raises:
+        DataError: The file is absent, no JSON, or without one of them.
+    """
     if not json_path.is_file():
         raise DataError(f"annotation file must exist, got {json_path}; check the path")
     with without_garbage_collection():
         try:
             content = json.loads(json_path.read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(
                 f"annotation file must be JSON, got {json_path} ({error}); write or download it again"
             ) from error
-    missing = [kind for kind in REQUIRED_KEYS if not (isinstance(content, dict) and kind in content)]
+    missing = [
+        kind for kind in REQUIRED_KEYS if not (isinstance(content, dict) and isinstance(content.get(kind), list))
+    ]
     if missing:
         raise DataError(
-            f"annotation file must hold images, annotations and categories, got {json_path} without "
+            f"annotation file must hold lists of images, annotations and categories, got {json_path} without "
             f"{', '.join(missing)}; convert it to COCO's instances format"
         )
-    for kind, keys in REQUIRED_KEYS.items():
-        required = frozenset(keys)
-        for place, entry in enumerate(content[kind]):
-            if not required <= entry.keys():
-                absent = ", ".join(key for key in keys if key not in entry)
-                raise DataError(
-                    f"every entry of {kind} must have {', '.join(keys)}, got no {absent} in entry {place} of "
-                    f"{json_path}; complete the file"
-                )
     return content
 
 
@@ -190,29 +209,40 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def find_degenerate(boxes_xywh: NDArray[np.float64], sizes_hw: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Returns, bool [boxes], whether nothing is left of a box after clipping to its image.
+    """Returns, bool [boxes], whether nothing is left of a box in float32, as it is trained on, clipped to its image.
 
     Args:
         boxes_xywh: float64 [boxes, 4], in pixels.
         sizes_hw: int64 [boxes, 2], height and width of each box's image in pixels.
     """
-    low = np.maximum(boxes_xywh[:, :2], 0)
-    high = np.minimum(boxes_xywh[:, :2] + boxes_xywh[:, 2:], sizes_hw[:, ::-1])
+    boxes = boxes_xywh.astype(np.float32)
+    low = np.maximum(boxes[:, :2], 0)
+    high = np.minimum(boxes[:, :2] + boxes[:, 2:], sizes_hw[:, ::-1].astype(np.float32))
     return np.any(high <= low, axis=1)
 
 
-def _make_table(
-    content: dict[str, Any], categories: tuple[Category, ...], limit: int | None, json_path: Path
-) -> AnnotationTable:
-    """Checks and repairs the entries, and lays them out by image."""
+def make_table(content: dict[str, Any], limit: int | None, json_path: Path) -> AnnotationTable:
+    """Checks and repairs the entries, and lays them out by image, see `read_table`.
+
+    Args:
+        content: What `read_json` returns.
+        limit: As in `read_table`.
+        json_path: The file that it was read from, for messages.
+
+    Raises:
+        DataError: As `read_table` does.
+    """
+    categories = _parse_categories(content, json_path)
     images = _parse_images(content["images"], json_path)
     image_ids = np.array([image["id"] for image in images], dtype=np.int64)
     sizes_hw = np.array([(image["height"], image["width"]) for image in images], dtype=np.int64).reshape(-1, 2)
     sources = content["annotations"]
     _require_integers(sources, "id", "annotation id", json_path)
     image_of_box = _find_places(sources, "image_id", image_ids, json_path)
-    labels = _find_places(sources, "category_id", np.array([category.id for category in categories]), json_path)
+    category_ids = np.array([category.id for category in categories], dtype=np.int64)
+    labels = _find_places(sources, "category_id", category_ids, json_path)
     boxes_xywh = _parse_boxes(sources, json_path)
+    is_crowd = _parse_crowds(sources, json_path)
 
     num_kept = len(images) if limit is None else min(limit, len(images))
     is_chosen = image_of_box < num_kept
@@ -223,9 +253,8 @@ def _make_table(
         )
     kept = np.flatnonzero(is_chosen & ~is_degenerate)
     order = kept[np.argsort(image_of_box[kept], kind="stable")]
-    default_areas = boxes_xywh[:, 2] * boxes_xywh[:, 3]
-    areas = np.array([source.get("area") for source in sources], dtype=np.float64)
-    is_crowd = np.array([bool(source.get("iscrowd")) for source in sources], dtype=np.bool_)
+    given = (source.get("area") for source in sources)
+    areas = np.fromiter((area if is_area(area) else np.nan for area in given), np.float64, len(sources))
     return AnnotationTable(
         categories=categories,
         image_ids=image_ids[:num_kept],
@@ -233,14 +262,16 @@ def _make_table(
         file_names=FileNames(image["file_name"] for image in images[:num_kept]),
         first_box=np.searchsorted(image_of_box[order], np.arange(num_kept + 1)),
         boxes_xywh=boxes_xywh[order],
-        areas=np.where(np.isnan(areas), default_areas, areas)[order],
+        areas=np.where(np.isnan(areas), boxes_xywh[:, 2] * boxes_xywh[:, 3], areas)[order],
         labels=labels[order],
         is_crowd=is_crowd[order],
     )
 
 
 def _parse_images(entries: list[dict[str, Any]], json_path: Path) -> list[dict[str, Any]]:
-    """Returns the images in order of their ids, each with an id of its own and a size."""
+    """Returns the images, at least one, in order of their ids, each with an id of its own, a file name and a size."""
+    if not entries:
+        raise DataError(f"images must be at least one, got none in {json_path}; list the images in the file")
     _require_integers(entries, "id", "image id", json_path)
     images = sorted(entries, key=lambda image: image["id"])
     for image, following in itertools.pairwise(images):
@@ -250,30 +281,43 @@ def _parse_images(entries: list[dict[str, Any]], json_path: Path) -> list[dict[s
                 f"{following['file_name']} in {json_path}; renumber them"
             )
     for image in images:
-        if not all(type(image[side]) is int and image[side] > 0 for side in ("height", "width")):
+        if not is_file_name(image["file_name"]):
             raise DataError(
-                f"image height and width must be integers above 0, got {image['height']} and {image['width']} for "
+                f"file_name must be the name of a file, got {image['file_name']!r} for image {image['id']} of "
+                f"{json_path}; correct or remove the image"
+            )
+        if not has_size(image):
+            raise DataError(
+                f"image height and width must be integers above 0, got {image['height']!r} and {image['width']!r} for "
                 f"image {image['id']} of {json_path}; write every image's size into the file"
             )
     return images
 
 
 def _parse_categories(content: dict[str, Any], json_path: Path) -> tuple[Category, ...]:
-    """Returns the categories in order of their ids."""
+    """Returns the categories, at least one, in order of their ids."""
+    if not content["categories"]:
+        raise DataError(f"categories must be at least one, got none in {json_path}; list the classes in the file")
     _require_integers(content["categories"], "id", "category id", json_path)
+    unnamed = next((entry for entry in content["categories"] if not is_name(entry["name"])), None)
+    if unnamed is not None:
+        raise DataError(
+            f"category name must be text, got {unnamed['name']!r} for category {unnamed['id']} of {json_path}; name it"
+        )
     categories = [Category(entry["id"], entry["name"]) for entry in content["categories"]]
     ids = [category.id for category in categories]
-    if len(set(ids)) != len(ids) or not ids:
-        raise DataError(f"category ids must be distinct and at least one, got {ids} in {json_path}; renumber them")
+    if len(set(ids)) != len(ids):
+        raise DataError(f"category ids must be distinct, got {ids} in {json_path}; renumber them")
     return tuple(sorted(categories, key=lambda category: category.id))
 
 
 def _require_integers(entries: list[dict[str, Any]], key: str, name: str, json_path: Path) -> None:
     """Checks that a value of every entry is an integer (COCOeval counts with ids)."""
     for entry in entries:
-        if type(entry[key]) is not int:
+        if not is_id(entry[key]):
             raise DataError(
-                f"{name} must be an integer, got {entry[key]!r} in {json_path}; number the entries with integers"
+                f"{name} must be an integer, got {entry[key]!r} in {json_path}; number the entries with integers "
+                "of 64 bits"
             )
 
 
@@ -285,7 +329,7 @@ def _find_places(
     try:
         return np.fromiter((places[source[key]] for source in sources), dtype=np.int64, count=len(sources))
     except (KeyError, TypeError):
-        wrong = next(s for s in sources if not (isinstance(s[key], int) and s[key] in places))
+        wrong = next(source for source in sources if not is_known(source[key], places))
     raise DataError(
         f"{key} must be one that the file lists, got {wrong[key]!r} in annotation {wrong['id']} of "
         f"{json_path}; add the entry or remove the annotation"
@@ -304,12 +348,11 @@ def _parse_boxes(sources: list[dict[str, Any]], json_path: Path) -> NDArray[np.f
     return np.array(boxes, dtype=np.float64).reshape(-1, 4)
 
 
-def is_box(bbox: Any) -> bool:
-    """Whether it is a list of four finite numbers; the sum of finite numbers is finite unless they are astronomical."""
-    if not (isinstance(bbox, list) and len(bbox) == 4):
-        return False
-    try:
-        total = bbox[0] + bbox[1] + bbox[2] + bbox[3]
-    except TypeError:
-        return False
-    return isinstance(total, int | float) and abs(total) < 1e30
+def _parse_crowds(sources: list[dict[str, Any]], json_path: Path) -> NDArray[np.bool_]:
+    """Returns, bool [boxes], which annotations are crowds."""
+    wrong = next((source for source in sources if not is_crowd_flag(source.get("iscrowd"))), None)
+    if wrong is not None:
+        raise DataError(
+            f"iscrowd must be 0 or 1, got {wrong['iscrowd']!r} in annotation {wrong['id']} of {json_path}; correct it"
+        )
+    return np.fromiter((bool(source.get("iscrowd")) for source in sources), np.bool_, len(sources))

@@ -1,14 +1,15 @@
 """YOLO and PASCAL VOC folders as one annotation file in COCO's format."""
 
+import math
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import ExifTags, Image
+from PIL import Image
 
 from coco.errors import DataError
-from coco.images import TRANSPOSING_ORIENTATIONS
+from coco.images import TRANSPOSING_ORIENTATIONS, UNREADABLE, read_orientation
 
 IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
@@ -30,8 +31,11 @@ def convert_yolo(images_dir: Path, labels_dir: Path, names: Sequence[str]) -> di
         Images, annotations and categories in COCO's format; category ids begin with 1.
 
     Raises:
-        DataError: There are no images, or a line is none of the five numbers; polygons of segmentation are refused.
+        DataError: There are no images or no folder of text files, or a line is none of the five finite numbers;
+            polygons of segmentation are refused.
     """
+    if not labels_dir.is_dir():
+        raise DataError(f"label folder must exist, got {labels_dir}; check the path")
     entries = []
     for path in _find_images(images_dir):
         relative = path.relative_to(images_dir)
@@ -89,10 +93,22 @@ def upright_size_hw(path: Path) -> tuple[int, int]:
     """
     try:
         with Image.open(path) as image:
-            turned = image.getexif().get(ExifTags.Base.Orientation, 1) in TRANSPOSING_ORIENTATIONS
+            turned = read_orientation(image) in TRANSPOSING_ORIENTATIONS
             return (image.width, image.height) if turned else (image.height, image.width)
-    except OSError as error:
+    except UNREADABLE as error:
         raise DataError(f"image file must be readable, got {path} ({error}); replace or remove it") from error
+
+
+def read_text(path: Path) -> str:
+    """Returns the text of a file, without the mark that some editors begin it with.
+
+    Raises:
+        DataError: The file is missing or not in UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"file must be text in UTF-8, got {path} ({error}); check the path or save it anew") from error
 
 
 def _find_images(folder: Path) -> list[Path]:
@@ -106,14 +122,14 @@ def _find_images(folder: Path) -> list[Path]:
 def _yolo_boxes(path: Path, names: Sequence[str], size_hw: tuple[int, int]) -> Iterator[Box]:
     """Boxes of a text file."""
     height, width = size_hw
-    lines = path.read_text().splitlines() if path.is_file() else []
+    lines = read_text(path).splitlines() if path.is_file() else []
     for number, line in enumerate(lines, start=1):
         words = line.split()
         if not words:
             continue
         try:
             label = int(words[0])
-            center_x, center_y, box_width, box_height = map(float, words[1:])
+            center_x, center_y, box_width, box_height = map(_parse_finite, words[1:])
         except ValueError as error:
             raise DataError(
                 f"line must be: class cx cy w h, got {line!r} in line {number} of {path}; correct it, or convert "
@@ -131,12 +147,20 @@ def _voc_boxes(root: ElementTree.Element, path: Path, names: Sequence[str]) -> I
         _require_label(name in names, name, names, path)
         try:
             low_x, low_y, high_x, high_y = (
-                float(_text(item, f"bndbox/{corner}", path)) for corner in ("xmin", "ymin", "xmax", "ymax")
+                _parse_finite(_text(item, f"bndbox/{corner}", path)) for corner in ("xmin", "ymin", "xmax", "ymax")
             )
         except ValueError as error:
             raise DataError(f"bndbox must hold four numbers, got {error} in {path}; correct the file") from error
         box = (low_x - 1, low_y - 1, high_x - low_x + 1, high_y - low_y + 1)
         yield names.index(name), box, item.findtext("difficult", "0").strip() == "1"
+
+
+def _parse_finite(word: str) -> float:
+    """Returns a number that is finite, as in a box."""
+    number = float(word)
+    if not math.isfinite(number):
+        raise ValueError(f"{word} is not finite")
+    return number
 
 
 def _parse_xml(path: Path) -> ElementTree.Element:

@@ -96,6 +96,19 @@ class CocoDataModule(LightningDataModule):
                 "data.val_images"
             )
 
+    def setup(self, stage: str) -> None:
+        """Reads the annotations, so that a fault of the validation data is told before the first epoch, not after it.
+
+        Args:
+            stage: "fit" for both splits, otherwise the validation split is read alone.
+
+        Raises:
+            DataError: Of either split.
+        """
+        if stage == "fit":
+            _ = self.train_dataset
+        _ = self.val_dataset
+
     @cached_property
     def categories(self) -> tuple[Category, ...]:
         """All categories, in the order of the contiguous labels."""

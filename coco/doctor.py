@@ -1,101 +1,35 @@
 """Examines a data set before any epoch: every known fault with its count, examples, and what training does about it."""
 
-import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import ExifTags, Image
+from numpy.typing import NDArray
+from PIL import Image
 
-from coco.annotations import AnnotationTable, find_degenerate, is_box, read_json, read_table, without_garbage_collection
-from coco.errors import DataError
+from coco.annotations import AnnotationTable, find_degenerate, make_table, read_lists, without_garbage_collection
+from coco.entries import (
+    REQUIRED_KEYS,
+    describe_lack,
+    has_size,
+    is_area,
+    is_box,
+    is_crowd_flag,
+    is_file_name,
+    is_id,
+    is_known,
+    is_name,
+)
+from coco.errors import DataError, ImageSizeError
 from coco.file_names import FileNames
-from coco.images import read_image_rgb
+from coco.findings import Findings
+from coco.images import read_image_rgb, read_orientation
 
-REFUSED, DROPPED, REPAIRED, NOTED = "refused", "dropped", "repaired", "noted"
-
-KINDS = {
-    "unreadable annotation file": (REFUSED, "training does not start"),
-    "id that is no integer": (REFUSED, "training does not start; number the entries with integers"),
-    "repeated image id": (REFUSED, "training does not start; renumber the images"),
-    "repeated category id": (REFUSED, "training does not start; renumber the categories"),
-    "image without a size": (REFUSED, "training does not start; write height and width as integers above 0"),
-    "unknown category": (REFUSED, "training does not start; list the category or remove the annotation"),
-    "unknown image": (REFUSED, "training does not start; list the image or remove the annotation"),
-    "malformed box": (REFUSED, "training does not start; a box is four finite numbers"),
-    "missing image file": (REFUSED, "training does not start; restore the file or remove the image"),
-    "unreadable image file": (REFUSED, "training stops where it meets it; replace the file or remove the image"),
-    "box without area": (DROPPED, "the box is dropped, here and in evaluation"),
-    "box beyond the image": (REPAIRED, "the box is clipped to the image in training"),
-    "missing area": (REPAIRED, "the area of the box is used"),
-    "missing iscrowd": (REPAIRED, "taken as 0"),
-    "annotation id 0 or repeated": (REPAIRED, "annotations are numbered anew: COCOeval takes id 0 as no match"),
-    "crowd": (NOTED, "no target in training, ignored in evaluation"),
-    "image without boxes": (NOTED, "trains as background"),
-    "category without boxes": (NOTED, "is never learnt, and has no AP"),
-    "more than 300 boxes in an image": (NOTED, "a model of 300 queries cannot find them all; raise num_queries"),
-    "image that is not RGB": (NOTED, "becomes RGB as a person would see it"),
-    "image with an orientation tag": (NOTED, "is turned upright if the recorded size is that of the upright picture"),
-}
-"""What training does about each kind of fault."""
-
-MAX_EXAMPLES = 5
 _MANY_BOXES = 300
-
-
-@dataclass
-class Fault:
-    """One kind of fault in one split.
-
-    Attributes:
-        kind: A key of `KINDS`.
-        severity: "refused", "dropped", "repaired" or "noted".
-        action: What training does.
-        count: How often it occurs.
-        examples: The first cases.
-    """
-
-    kind: str
-    severity: str
-    action: str
-    count: int = 0
-    examples: list[str] = field(default_factory=list)
-
-
-class Findings:
-    """The faults of a split, in the order in which their kinds were met."""
-
-    def __init__(self) -> None:
-        self.faults: dict[str, Fault] = {}
-
-    def add(self, kind: str, example: str) -> None:
-        """Counts a case."""
-        if kind not in self.faults:
-            self.faults[kind] = Fault(kind, *KINDS[kind])
-        fault = self.faults[kind]
-        fault.count += 1
-        if len(fault.examples) < MAX_EXAMPLES:
-            fault.examples.append(example)
-
-    def add_all(self, kind: str, examples: Iterable[str]) -> None:
-        """Counts several cases."""
-        for example in examples:
-            self.add(kind, example)
-
-    @property
-    def has_refused(self) -> bool:
-        """Whether training will not take this data."""
-        return any(fault.severity == REFUSED for fault in self.faults.values())
-
-    def as_json(self) -> list[dict[str, Any]]:
-        """Returns the faults as plain values, the worst first."""
-        order = (REFUSED, DROPPED, REPAIRED, NOTED)
-        return [asdict(fault) for fault in sorted(self.faults.values(), key=lambda fault: order.index(fault.severity))]
 
 
 def require_files(file_names: FileNames, images_dir: Path) -> None:
@@ -112,25 +46,35 @@ def require_files(file_names: FileNames, images_dir: Path) -> None:
         )
 
 
-def examine_annotations(json_path: Path) -> Findings:
+def examine_annotations(json_path: Path) -> tuple[Findings, AnnotationTable | None]:
     """Examines an annotation file.
 
     Args:
         json_path: The annotation file.
+
+    Returns:
+        The faults, and the entries that are sound, None if no image or no category is.
     """
     findings = Findings()
     with without_garbage_collection():
         try:
-            content = read_json(json_path)
+            content = read_lists(json_path)
         except DataError as error:
             findings.add("unreadable annotation file", str(error))
-            return findings
-        _examine_ids(content, findings)
-        _examine_images(content["images"], findings)
-        _examine_entries(content, findings)
-    if not findings.has_refused:
-        _examine_table(read_table(json_path, None), content, findings)
-    return findings
+            return findings, None
+        complete = {kind: _keep_complete(content[kind], kind, findings) for kind in REQUIRED_KEYS}
+        categories = _keep_sound_categories(complete["categories"], findings)
+        images = _keep_sound_images(complete["images"], findings)
+        sources = _keep_sound_annotations(complete, images, categories, findings)
+        for kind, kept in (("images", images), ("categories", categories)):
+            if not kept:
+                findings.add("no images or no categories", f"no {kind} that are sound")
+        if not (images and categories):
+            return findings, None
+        sound = {"images": images, "categories": categories, "annotations": sources}
+        table = make_table(sound, None, json_path)
+        _examine_boxes(table, sources, findings)
+    return findings, table
 
 
 def examine_files(
@@ -159,70 +103,161 @@ def examine_files(
             findings.add(kind, example)
 
 
-def report_json(splits: dict[str, Findings]) -> str:
-    """Returns the findings of all splits as JSON."""
-    return json.dumps({name: findings.as_json() for name, findings in splits.items()}, indent=1) + "\n"
+def compare_splits(
+    train: AnnotationTable, train_images: Path, val: AnnotationTable, val_images: Path, findings: Findings
+) -> None:
+    """Compares the splits of a training.
+
+    Args:
+        train: Its images.
+        train_images: Folder that their names are relative to.
+        val: The images that it is evaluated on.
+        val_images: Folder that their names are relative to.
+        findings: Those of `val`, which take the faults.
+    """
+    for category in sorted(set(train.categories) ^ set(val.categories), key=lambda category: category.id):
+        split = "training" if category in train.categories else "validation"
+        example = f"category {category.id} ({category.name}) is in {split} alone"
+        findings.add("categories that differ from training", example)
+    trained = {train_images / train.file_names[place] for place in range(len(train.file_names))}
+    names = (val.file_names[place] for place in range(len(val.file_names)))
+    findings.add_all("file of training and validation", (name for name in names if val_images / name in trained))
 
 
-def _examine_ids(content: dict[str, Any], findings: Findings) -> None:
-    for kind, name in (("categories", "category"), ("images", "image"), ("annotations", "annotation")):
-        ids = [entry["id"] for entry in content[kind]]
-        wrong = [number for number in ids if type(number) is not int]
-        findings.add_all("id that is no integer", (f"{name} {number!r}" for number in wrong))
-        if kind == "annotations":
-            repeated = [number for number, count in Counter(map(str, ids)).items() if count > 1 or number == "0"]
-            findings.add_all("annotation id 0 or repeated", (f"annotation {number}" for number in repeated))
+def _keep_complete(entries: Sequence[Any], kind: str, findings: Findings) -> list[dict[str, Any]]:
+    """Returns the entries that have what detection needs."""
+    kept = []
+    for place, entry in enumerate(entries):
+        lack = describe_lack(entry, kind)
+        if lack:
+            findings.add("incomplete entry", f"entry {place} of {kind}: {lack}")
         else:
-            repeated = [number for number, count in Counter(map(str, ids)).items() if count > 1]
-            findings.add_all(f"repeated {name} id", (f"{name} {number}" for number in repeated))
-    if not content["categories"]:
-        findings.add("unreadable annotation file", "no category")
+            kept.append(entry)
+    return kept
 
 
-def _examine_images(images: Sequence[dict[str, Any]], findings: Findings) -> None:
-    for image in images:
-        if not all(type(image[side]) is int and image[side] > 0 for side in ("height", "width")):
+def _keep_sound_categories(categories: Sequence[dict[str, Any]], findings: Findings) -> list[dict[str, Any]]:
+    """Returns the categories with an id of their own and a name."""
+    kept = []
+    for category in _keep_distinct(categories, "category", findings):
+        if is_name(category["name"]):
+            kept.append(category)
+        else:
+            findings.add("category without a name", f"category {category['id']} has {category['name']!r}")
+    names = Counter(category["name"] for category in kept)
+    findings.add_all("name of several categories", (name for name, count in names.items() if count > 1))
+    return kept
+
+
+def _keep_sound_images(images: Sequence[dict[str, Any]], findings: Findings) -> list[dict[str, Any]]:
+    """Returns the images with an id of their own, a file and a size."""
+    kept = []
+    for image in _keep_distinct(images, "image", findings):
+        if not is_file_name(image["file_name"]):
+            findings.add("image without a file name", f"image {image['id']} has {image['file_name']!r}")
+        elif not has_size(image):
             size = f"height {image['height']!r} and width {image['width']!r}"
             findings.add("image without a size", f"image {image['id']} has {size}")
+        else:
+            kept.append(image)
+    files = Counter(image["file_name"] for image in kept)
+    findings.add_all("file of several images", (name for name, count in files.items() if count > 1))
+    return kept
 
 
-def _examine_entries(content: dict[str, Any], findings: Findings) -> None:
-    """Examines annotations one by one."""
-    known_images = {image["id"] for image in content["images"]}
-    known_categories = {category["id"] for category in content["categories"]}
-    for entry in content["annotations"]:
-        name = f"annotation {entry['id']}"
-        if not _is_known(entry["image_id"], known_images):
-            findings.add("unknown image", f"{name} of image {entry['image_id']!r}")
-        if not _is_known(entry["category_id"], known_categories):
-            findings.add("unknown category", f"{name} of category {entry['category_id']!r}")
-        if not is_box(entry["bbox"]):
-            findings.add("malformed box", f"{name} has {entry['bbox']!r}")
-        if entry.get("area") is None:
-            findings.add("missing area", name)
-        if entry.get("iscrowd") is None:
-            findings.add("missing iscrowd", name)
-        elif entry["iscrowd"]:
-            findings.add("crowd", name)
+def _keep_distinct(entries: Sequence[dict[str, Any]], name: str, findings: Findings) -> list[dict[str, Any]]:
+    """Returns the first entry of each id that is an integer."""
+    kept: dict[int, dict[str, Any]] = {}
+    repeated: dict[int, None] = {}
+    for entry in entries:
+        number = entry["id"]
+        if not is_id(number):
+            findings.add("id that is no integer", f"{name} {number!r}")
+        elif number in kept:
+            repeated[number] = None
+        else:
+            kept[number] = entry
+    findings.add_all(f"repeated {name} id", (f"{name} {number}" for number in repeated))
+    return list(kept.values())
 
 
-def _is_known(number: object, known: set[int]) -> bool:
-    return isinstance(number, int) and number in known
+def _keep_sound_annotations(
+    complete: dict[str, list[dict[str, Any]]],
+    images: Sequence[dict[str, Any]],
+    categories: Sequence[dict[str, Any]],
+    findings: Findings,
+) -> list[dict[str, Any]]:
+    """Returns the annotations with a box, of sound images and categories."""
+    listed = {kind: {e["id"] for e in complete[kind] if is_id(e["id"])} for kind in ("images", "categories")}
+    sound = {image["id"] for image in images}, {category["id"] for category in categories}
+    numbers = Counter(entry["id"] for entry in complete["annotations"] if is_id(entry["id"]))
+    repeated = (number for number, count in numbers.items() if count > 1 or number == 0)
+    findings.add_all("annotation id 0 or repeated", (f"annotation {number}" for number in repeated))
+    kept = []
+    for entry in complete["annotations"]:
+        faults = list(_find_refused(entry, listed["images"], listed["categories"]))
+        for kind, example in faults:
+            findings.add(kind, example)
+        _note_repaired(entry, findings)
+        if not faults and entry["image_id"] in sound[0] and entry["category_id"] in sound[1]:
+            kept.append(entry)
+    return kept
 
 
-def _examine_table(table: AnnotationTable, content: dict[str, Any], findings: Findings) -> None:
-    """Examines boxes against their images; the file is sound enough to have been read."""
+def _find_refused(entry: dict[str, Any], images: set[int], categories: set[int]) -> Iterator[tuple[str, str]]:
+    """The (kind, example) pairs for which an annotation is refused."""
+    name = f"annotation {entry['id']!r}"
+    if not is_id(entry["id"]):
+        yield "id that is no integer", name
+    if not is_known(entry["image_id"], images):
+        yield "unknown image", f"{name} of image {entry['image_id']!r}"
+    if not is_known(entry["category_id"], categories):
+        yield "unknown category", f"{name} of category {entry['category_id']!r}"
+    if not is_box(entry["bbox"]):
+        yield "malformed box", f"{name} has {entry['bbox']!r}"
+    if not is_crowd_flag(entry.get("iscrowd")):
+        yield "malformed iscrowd", f"{name} has {entry['iscrowd']!r}"
+
+
+def _note_repaired(entry: dict[str, Any], findings: Findings) -> None:
+    """Counts what is missing in an annotation, and crowds."""
+    area, flag = entry.get("area"), entry.get("iscrowd")
+    if area is None:
+        findings.add("missing area", f"annotation {entry['id']!r}")
+    elif not is_area(area):
+        findings.add("malformed area", f"annotation {entry['id']!r} has {area!r}")
+    if flag is None:
+        findings.add("missing iscrowd", f"annotation {entry['id']!r}")
+    elif is_crowd_flag(flag) and flag:
+        findings.add("crowd", f"annotation {entry['id']!r}")
+
+
+def _examine_boxes(table: AnnotationTable, sources: Sequence[dict[str, Any]], findings: Findings) -> None:
+    """Examines boxes against their images and each other.
+
+    Args:
+        table: What is trained on.
+        sources: The annotations that it was made of, all sound.
+        findings: Takes the faults.
+    """
     places = {image_id: place for place, image_id in enumerate(table.image_ids.tolist())}
-    image_of_box = np.array([places[entry["image_id"]] for entry in content["annotations"]], dtype=np.int64)
-    boxes_xywh = np.array([entry["bbox"] for entry in content["annotations"]], dtype=np.float64).reshape(-1, 4)
+    image_of_box = np.array([places[entry["image_id"]] for entry in sources], dtype=np.int64)
+    labels = np.array([entry["category_id"] for entry in sources], dtype=np.int64)
+    boxes_xywh = np.array([entry["bbox"] for entry in sources], dtype=np.float64).reshape(-1, 4)
     sizes_hw = table.sizes_hw[image_of_box]
     is_degenerate = find_degenerate(boxes_xywh, sizes_hw)
     # COCO's own boxes reach beyond their images by the rounding of their coordinates to hundredths
     beyond = np.maximum(-boxes_xywh[:, :2], boxes_xywh[:, :2] + boxes_xywh[:, 2:] - sizes_hw[:, ::-1]).max(axis=1)
-    for kind, cases in (("box without area", is_degenerate), ("box beyond the image", ~is_degenerate & (beyond > 0.5))):
+    for kind, cases in (
+        ("box without area", is_degenerate),
+        ("box beyond the image", ~is_degenerate & (beyond > 0.5)),
+        ("box given twice", ~is_degenerate & _find_repeated(np.column_stack([image_of_box, labels, boxes_xywh]))),
+    ):
         for place in np.flatnonzero(cases).tolist():
-            entry = content["annotations"][place]
+            entry = sources[place]
             findings.add(kind, f"annotation {entry['id']} of image {entry['image_id']} has {entry['bbox']}")
+    if findings.has_refused:  # what is without boxes is known once every annotation is sound
+        return
     counts = np.diff(table.first_box)
     for kind, chosen in (
         ("image without boxes", counts == 0),
@@ -232,6 +267,14 @@ def _examine_table(table: AnnotationTable, content: dict[str, Any], findings: Fi
     labelled = np.bincount(table.labels, minlength=len(table.categories))
     unused = (category for category, count in zip(table.categories, labelled.tolist(), strict=True) if count == 0)
     findings.add_all("category without boxes", (f"category {category.id} ({category.name})" for category in unused))
+
+
+def _find_repeated(rows: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Returns, bool [rows], whether an earlier row is the same."""
+    order = np.lexsort(rows.T)  # stable: of equal rows the first stays first
+    is_repeated = np.zeros(len(rows), dtype=np.bool_)
+    is_repeated[order[1:]] = np.all(rows[order[1:]] == rows[order[:-1]], axis=1)
+    return is_repeated
 
 
 def _find_missing(names: Sequence[str], images_dir: Path) -> list[str]:
@@ -253,11 +296,13 @@ def _examine_image(job: tuple[str, tuple[int, int]]) -> list[tuple[str, str]]:
     path, size_hw = job
     try:
         read_image_rgb(Path(path), size_hw)
+    except ImageSizeError as error:
+        return [("image of another size", str(error))]
     except DataError as error:
         return [("unreadable image file", str(error))]
     with Image.open(path) as image:
         cases = [] if image.mode == "RGB" else [("image that is not RGB", f"{path} is {image.mode}")]
-        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+        orientation = read_orientation(image)
         return cases if orientation == 1 else [*cases, ("image with an orientation tag", f"{path} has {orientation}")]
 
 

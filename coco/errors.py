@@ -16,6 +16,10 @@ class DataError(ValueError):
         super().__init__(message.strip().splitlines()[-1].removeprefix(f"{__name__}.{type(self).__name__}: "))
 
 
+class ImageSizeError(DataError):
+    """An image is of another size than the annotation file records."""
+
+
 class NonFiniteDetectionsError(ValueError):
     """Detections hold NaN or infinity: the model has diverged."""
 

@@ -4,13 +4,26 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image
 
-from coco.errors import DataError
+from coco.errors import DataError, ImageSizeError
 
 RGB = NDArray[np.uint8]
 
 TRANSPOSING_ORIENTATIONS = (5, 6, 7, 8)
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What turns a picture of each EXIF orientation upright."""
+
+UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+"""What Pillow raises for files that are damaged, no images, or of more pixels than it reads (179 million)."""
 
 
 def read_image_rgb(path: Path, recorded_size_hw: tuple[int, int] | None = None) -> RGB:
@@ -31,38 +44,49 @@ def read_image_rgb(path: Path, recorded_size_hw: tuple[int, int] | None = None) 
         uint8 [H, W, 3].
 
     Raises:
-        DataError: The file is missing, truncated or no image, or its size is neither way round the recorded one.
+        DataError: The file is missing, truncated, no image, or of more than 179 million pixels, or its pixels are
+            floating point numbers, whose range nobody knows.
+        ImageSizeError: A `DataError`; its size is neither way round the recorded one.
     """
     try:
         with Image.open(path) as image:
             image.load()
-            upright = _turn_upright(image, path, recorded_size_hw)
-    except OSError as error:
+            orientation = read_orientation(image)
+    except UNREADABLE as error:
         raise DataError(
-            f"image file must be readable, got {path} ({error}); replace the file or remove it from the annotations"
+            f"image file must be readable, got {path} ({' '.join(str(error).split())}); replace the file or remove it "
+            "from the annotations"
         ) from error
-    return np.array(_convert_to_rgb(upright))
+    if image.mode == "F":
+        raise DataError(
+            f"image must have integers as pixels, got floating point numbers in {path}; save it with 8 or 16 bits"
+        )
+    return np.array(_convert_to_rgb(_turn_upright(image, orientation, path, recorded_size_hw)))
 
 
-def _turn_upright(image: Image.Image, path: Path, recorded_size_hw: tuple[int, int] | None) -> Image.Image:
+def read_orientation(image: Image.Image) -> int:
+    """Returns the EXIF orientation of an image, 1 (upright) if it has none."""
+    return image.getexif().get(ExifTags.Base.Orientation, 1)
+
+
+def _turn_upright(
+    image: Image.Image, orientation: int, path: Path, recorded_size_hw: tuple[int, int] | None
+) -> Image.Image:
     """Applies the orientation tag unless the annotations refer to the stored pixels."""
-    if recorded_size_hw is None:
-        return ImageOps.exif_transpose(image)
     stored_hw = (image.height, image.width)
-    orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-    upright_hw = stored_hw[::-1] if orientation in TRANSPOSING_ORIENTATIONS else stored_hw
     if recorded_size_hw == stored_hw:
         return image
-    if recorded_size_hw == upright_hw:
-        return ImageOps.exif_transpose(image)
-    raise DataError(
+    upright_hw = stored_hw[::-1] if orientation in TRANSPOSING_ORIENTATIONS else stored_hw
+    if recorded_size_hw in (None, upright_hw):
+        return image.transpose(TURNS[orientation]) if orientation in TURNS else image
+    raise ImageSizeError(
         f"image size must be the recorded height and width {recorded_size_hw}, got {stored_hw} in {path}; "
         "correct the annotation file, or rescale the boxes with the images"
     )
 
 
 def _convert_to_rgb(image: Image.Image) -> Image.Image:
-    """Converts any mode of Pillow to RGB."""
+    """Converts any mode of Pillow with integers as pixels to RGB."""
     if image.mode in ("I;16", "I;16B", "I;16L", "I"):
         scaled = np.asarray(image, dtype=np.float64) * (255 / 65535)
         return Image.fromarray(np.clip(scaled + 0.5, 0, 255).astype(np.uint8)).convert("RGB")

@@ -11,6 +11,10 @@ from torchvision.transforms.v2 import functional
 
 from coco.dataset import Transform
 
+LONGEST_BEFORE_CROP = 16384
+"""Longer side in pixels up to which an image is enlarged before a crop, which spares memory where one is more than 27
+times as long as it is wide. The published code has no such limit."""
+
 
 def scale_shorter_side(height: int, width: int, size: int, max_size: int | None) -> tuple[int, int]:
     """Returns the (height, width) of which the shorter is `size`, or less where the longer would exceed `max_size`.
@@ -22,6 +26,8 @@ def scale_shorter_side(height: int, width: int, size: int, max_size: int | None)
     target = size
     if max_size is not None and longer / shorter * size > max_size:
         target = round(max_size * shorter / longer)
+        if target == 0:  # thinner than a pixel
+            return (1, max_size) if height <= width else (max_size, 1)
     if target == shorter:
         return height, width
     return (target, int(target * width / height)) if height <= width else (int(target * height / width), target)
@@ -98,7 +104,7 @@ def published_augmentation(
     resize = ResizeShorterSide(sizes=scales, max_size=max_size)
     crop = v2.Compose(
         [
-            ResizeShorterSide(sizes=crop_scales, max_size=None),
+            ResizeShorterSide(sizes=crop_scales, max_size=LONGEST_BEFORE_CROP),
             RandomSizeCrop(min_size=crop_min_size, max_size=crop_max_size),
             resize,
         ]

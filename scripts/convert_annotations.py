@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from coco.conversion import convert_voc, convert_yolo
+from coco.conversion import convert_voc, convert_yolo, read_text
 from coco.errors import DataError
 
 
@@ -27,10 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--split", type=Path, help="voc: file that lists names of images, one a line")
     parser.add_argument("--out", type=Path, required=True, help="annotation file to write")
     options = parser.parse_args(arguments)
-    names = None if options.names is None else read_names(options.names)
-    if options.format == "yolo" and names is None:
+    if options.format == "yolo" and options.names is None:
         parser.error("yolo needs --names")
     try:
+        names = None if options.names is None else read_names(options.names)
         if options.format == "yolo":
             content = convert_yolo(options.images, options.labels, names or [])
         else:
@@ -55,7 +55,7 @@ def read_names(names: str) -> list[str]:
 
 def read_lines(path: Path) -> list[str]:
     """Returns the lines of a file that are not blank."""
-    return [line.strip() for line in path.read_text().splitlines() if line.strip()]
+    return [line.strip() for line in read_text(path).splitlines() if line.strip()]
 
 
 if __name__ == "__main__":

@@ -11,14 +11,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 from hydra.utils import instantiate
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 
-from coco.annotations import read_table
 from coco.datamodule import CocoDataModule
-from coco.doctor import Findings, examine_annotations, examine_files, report_json
+from coco.doctor import compare_splits, examine_annotations, examine_files
+from coco.findings import Findings, report_json
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 COLOURS = {"refused": "red", "dropped": "yellow", "repaired": "cyan", "noted": "white"}
@@ -32,12 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that read images")
     parser.add_argument("--json", type=Path, help="file to write the findings to")
     options = parser.parse_args(arguments)
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        data = instantiate(compose("train", overrides=options.overrides).data)
     try:
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            data = instantiate(compose("train", overrides=options.overrides).data)
         data.check()
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ValueError, HydraException, OmegaConfBaseException) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     data.prepare_data()
     splits = examine(data, 0 if options.annotations_only else max(1, options.workers), options.annotations_only)
@@ -50,16 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def examine(data: CocoDataModule, num_workers: int, annotations_only: bool) -> dict[str, Findings]:
     """Examines the training and the validation split, with a progress bar over the images."""
-    splits = {}
+    splits, tables = {}, {}
     with Progress(console=Console(stderr=True)) as progress:
         for name, json_path, images_dir in (
             ("train", data.train_json, data.train_images),
             ("val", data.val_json, data.val_images),
         ):
             task = progress.add_task(f"{name}: annotations", total=None)
-            findings = splits[name] = examine_annotations(json_path)
-            if not (annotations_only or findings.has_refused):
-                table = read_table(json_path, None)
+            splits[name], tables[name] = findings, table = examine_annotations(json_path)
+            if table is not None and not annotations_only:
                 progress.update(task, description=f"{name}: images", total=len(table.file_names))
                 examine_files(
                     table,
@@ -68,6 +70,8 @@ def examine(data: CocoDataModule, num_workers: int, annotations_only: bool) -> d
                     num_workers=num_workers,
                     progress=lambda count, task=task: progress.advance(task, count),  # type: ignore[misc]
                 )
+    if tables["train"] is not None and tables["val"] is not None:
+        compare_splits(tables["train"], data.train_images, tables["val"], data.val_images, splits["val"])
     return splits
 
 
@@ -81,7 +85,7 @@ def show(splits: dict[str, Findings]) -> None:
         table = Table("kind", "count", "training", "first examples", title=f"{name}: what was found")
         for fault in findings.as_json():
             action = f"[{COLOURS[fault['severity']]}]{fault['severity']}[/]: {fault['action']}"
-            table.add_row(fault["kind"], str(fault["count"]), action, "\n".join(fault["examples"]))
+            table.add_row(fault["kind"], str(fault["count"]), action, Text("\n".join(fault["examples"])))
         console.print(table)
 
 

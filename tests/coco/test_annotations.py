@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from coco.annotations import Category, read_annotations, read_categories
+from coco.annotations import Category, read_annotations, read_categories, read_table
 
 
 def test_categories_are_sorted_by_id(write_json, content):
@@ -38,6 +38,9 @@ def test_limit_keeps_the_first_images_by_id(write_json, content):
         (("annotations", 0, "category_id"), 5, "category_id must be one that the file lists, got 5"),
         (("annotations", 0, "image_id"), 99, "image_id must be one that the file lists, got 99"),
         (("categories", 0, "id"), 0, "category ids must be distinct"),
+        (("categories", 0, "name"), None, "category name must be text, got None for category 9"),
+        (("images", 0, "file_name"), None, "file_name must be the name of a file, got None for image 30"),
+        (("annotations", 0, "iscrowd"), "0", "iscrowd must be 0 or 1, got '0' in annotation 0"),
         (("images", 0, "id"), 7, "image ids must be distinct, got 7 for"),
         (("annotations", 3, "bbox"), [1, 2, 3], r"bbox must be four finite numbers .* got \[1, 2, 3\] in annotation 8"),
         (("annotations", 3, "bbox"), [1, 2, float("nan"), 3], "bbox must be four finite numbers"),
@@ -69,6 +72,41 @@ def test_incomplete_entries_are_named(write_json, content, kind, key):
     del content[kind][1][key]
     with pytest.raises(ValueError, match=rf"every entry of {kind} must have .*, got no {key} in entry 1 of"):
         read_annotations(write_json(content), limit=None)
+
+
+@pytest.mark.parametrize("entry", ["a.png", None, [1, 2]])
+def test_entries_that_are_no_objects_are_named(write_json, content, entry):
+    content["images"][1] = entry
+    with pytest.raises(ValueError, match=f"got {type(entry).__name__} in place of an object in entry 1 of"):
+        read_annotations(write_json(content), limit=None)
+
+
+@pytest.mark.parametrize("kind", ["images", "categories"])
+def test_empty_lists_are_named(write_json, content, kind):
+    content.update({kind: [], "annotations": []})
+    with pytest.raises(ValueError, match=f"{kind} must be at least one, got none"):
+        read_annotations(write_json(content), limit=None)
+
+
+@pytest.mark.parametrize("area", [-150, "large", [150], float("inf"), float("nan"), None])
+def test_an_area_that_is_none_becomes_that_of_the_box(write_json, content, area):
+    """COCOeval would ignore a box of negative or infinite area in silence."""
+    content["annotations"][0]["area"] = area
+    assert read_table(write_json(content), limit=None).areas[0] == 20 * 10
+
+
+def test_boxes_without_area_in_float32_are_dropped(write_json, content):
+    content["annotations"][0]["bbox"] = [50, 5, 1e-7, 10]
+    assert len(read_table(write_json(content), limit=None).labels) == 3
+
+
+def test_a_byte_order_mark_is_no_fault_and_deep_nesting_is_told(tmp_path, write_json, content):
+    path = write_json(content)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert len(read_categories(path)) == 3
+    (tmp_path / "deep.json").write_text("[" * 10**5)
+    with pytest.raises(ValueError, match=r"must be JSON, got .*deep\.json"):
+        read_categories(tmp_path / "deep.json")
 
 
 def test_a_limit_below_one_is_refused(write_json, content):

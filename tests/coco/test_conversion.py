@@ -81,6 +81,7 @@ def test_voc_splits_share_the_names(voc):
     [
         ("a.txt", "0 0.1 0.1 0.2 0.1 0.3 0.3", "line must be: class cx cy w h"),
         ("a.txt", "0.0 0.5 0.5 1 1", "line must be: class cx cy w h"),
+        ("a.txt", "0 0.5 nan 1 1", "line must be: class cx cy w h"),
         ("a.txt", "2 0.5 0.5 1 1", "class must be one of the 2 names cat, dog, got 2"),
     ],
 )
@@ -88,6 +89,24 @@ def test_wrong_yolo_lines_are_refused(yolo, name, text, message, capsys):
     (yolo / "labels" / name).write_text(text)
     assert convert("yolo", yolo, "labels", "--names", "cat,dog") is None
     assert f"error: {message}" in capsys.readouterr().err
+
+
+def test_files_in_other_encodings(yolo, capsys):
+    text = yolo / "labels" / "a.txt"
+    text.write_bytes(b"\xef\xbb\xbf1 0.5 0.5 0.5 0.5\r\n")
+    table = convert("yolo", yolo, "labels", "--names", "cat,dog")
+    assert table.labels.tolist() == [1, 0]
+    text.write_bytes(b"\xff\xfe0")
+    assert convert("yolo", yolo, "labels", "--names", "cat,dog") is None
+    assert "error: file must be text in UTF-8" in capsys.readouterr().err
+
+
+def test_absent_paths_are_told_in_a_line(yolo, voc, capsys):
+    """Without its labels a data set would become one of empty images."""
+    assert convert("yolo", yolo, "label", "--names", "cat,dog") is None
+    assert "error: label folder must exist" in capsys.readouterr().err
+    assert convert("voc", voc, "xml", "--split", str(voc / "absent.txt")) is None
+    assert "error: file must be text in UTF-8, got" in capsys.readouterr().err
 
 
 def test_wrong_voc_files_are_refused(voc, capsys):

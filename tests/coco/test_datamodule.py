@@ -1,3 +1,4 @@
+import json
 import multiprocessing
 import os
 import signal
@@ -171,6 +172,18 @@ def test_a_batch_larger_than_the_data_is_refused(build):
 def test_categories_must_agree(build, write_json, content):
     with pytest.raises(ValueError, match="categories must be the same"):
         build(train_json=str(write_json(content))).train_dataloader()
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_faults_of_both_splits_are_told_before_the_first_step(build, synthetic_folder, write_json, split):
+    content = json.loads((synthetic_folder / "annotations" / f"instances_{split}.json").read_text())
+    content["annotations"][0]["bbox"] = None
+    faulty = {f"{split}_json": str(write_json(content))}
+    with pytest.raises(DataError, match="bbox must be four finite numbers"):
+        build(**faulty).setup("fit")
+    build().setup("fit")
+    if split == "train":
+        build(**faulty).setup("validate")
 
 
 def test_synthetic_data_is_drawn_by_prepare_data_and_known_before(tmp_path):

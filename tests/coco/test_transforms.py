@@ -3,7 +3,9 @@ import torch
 from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional
 
+from coco import transforms
 from coco.transforms import (
+    LONGEST_BEFORE_CROP,
     RandomSizeCrop,
     evaluation_transform,
     light_augmentation,
@@ -33,6 +35,8 @@ def make_pair(height, width, boxes_xyxy):
         (335, 500, 400, None, (400, 597)),
         (10, 1000, 800, 1333, (13, 1300)),
         (128, 160, 160, 160, (128, 160)),
+        (1, 5000, 800, 1333, (1, 1333)),  # thinner than a pixel
+        (5000, 1, 800, 1333, (1333, 1)),
     ],
 )
 def test_sizes_follow_the_published_rule(height, width, size, max_size, expected):
@@ -106,6 +110,34 @@ def test_published_augmentation_takes_both_ways_and_follows_the_seed():
     assert 10 <= sum(shape in uncropped for shape in shapes) <= 30
     for (_, first), (_, second) in zip(*results, strict=True):
         assert torch.equal(first["boxes"], second["boxes"])
+
+
+@pytest.mark.parametrize(("height", "width"), [(20, 5000), (1, 5000), (5000, 1), (1, 1)])
+def test_images_of_any_shape_are_augmented_within_bounds(height, width):
+    augment = published_augmentation(
+        scales=(48, 64), max_size=130, crop_scales=(40, 60), crop_min_size=38, crop_max_size=60
+    )
+    torch.manual_seed(0)
+    longest = 0
+    for _ in range(6):
+        image, target = augment(*make_pair(height, width, [[0, 0, width, height]]))
+        longest = max(longest, *image.shape)
+        assert min(image.shape[-2:]) > 0
+        assert len(target["boxes"]) == 1
+    assert longest <= 2 * 130  # the published rounding of a shorter side between half a pixel and one
+
+
+def test_an_enlarged_image_has_a_longest_side(monkeypatch):
+    sizes = []
+    monkeypatch.setattr(
+        transforms, "scale_shorter_side", lambda *size: sizes.append(scale_shorter_side(*size)) or sizes[-1]
+    )
+    augment = published_augmentation(scales=(48,), max_size=130, crop_scales=(600,), crop_min_size=4, crop_max_size=8)
+    for seed in range(8):
+        torch.manual_seed(seed)
+        augment(*make_pair(1, 2000, []))
+    assert (8, 16000) in sizes  # of 600 x 1,200,000 pixels
+    assert max(map(max, sizes)) <= LONGEST_BEFORE_CROP
 
 
 def test_light_augmentation_without_flip_is_resize():
