@@ -46,6 +46,9 @@ def run_export(cfg: DictConfig) -> None:
     Raises:
         ValueError: if settings, weights and machine do not fit together, or a program does not keep the tolerance.
     """
+    for name in ("batch_size", "size_divisor"):
+        if not (isinstance(cfg[name], int) and cfg[name] >= 1):
+            raise ValueError(f"{name} must be a whole number from 1 on, got {cfg[name]}; set for example {name}=64")
     precision = Precision.from_config(cfg.precision)
     writer = instantiate(cfg.format.writer)
     source = _find_source(cfg)

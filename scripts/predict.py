@@ -4,6 +4,7 @@
     python -m scripts.predict photos/ --model artefacts/onnx --out found
     python -m scripts.predict "photos/2024-*.jpg" --model artefacts/cuda_graph
     python -m scripts.predict val2017/ --model artefacts/aoti --annotations instances_val2017.json
+    python -m scripts.predict val2017/ --model artefacts/onnx --compare found_by_the_checkpoint/detections.json
 
 SOURCE is an image, a folder (searched with its subfolders for files that end like images) or a glob pattern in quotes.
 MODEL is an artefact of `scripts.export` or a checkpoint of `train.py`. The output folder gets `detections.json`, COCO's
@@ -21,6 +22,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,6 +45,7 @@ from coco.evaluator import CocoEvaluator, ImageDetections
 from coco.images import RGB, read_image_rgb
 from coco.transforms import evaluation_transform
 from models.environment import silence_dependencies
+from models.export.agreement import Row, compare_results, describe_difference, read_results
 from models.export.predictor import Predictor, load_artefact, load_predictor
 from models.export.programs import choose_device
 from models.export.recipe import Precision, Recipe, read_source
@@ -147,9 +150,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         predictor = load_model(options)
         annotations = COCO() if options.annotations is None else read_annotations(options.annotations, None)
+        expected = None if options.compare is None else read_results(options.compare)
         paths = find_images(options.source)
         entries = list_entries(paths, annotations)
         categories = find_categories(predictor.recipe, annotations, options.model)
+        make_folder(options.out)
     except ValueError as error:
         console.print(f"error: {error}", style="red")
         return 1
@@ -173,7 +178,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         progress.update(task, completed=len(paths))
     file_names = {entry["id"]: str(path) for path, entry in entries.items()}
     rows = [{**row, "file_name": file_names[row["image_id"]]} for row in evaluator.coco_results()]
-    options.out.mkdir(parents=True, exist_ok=True)
     (options.out / RESULTS).write_text(json.dumps(rows) + "\n")
     done = len(evaluator.detections)
     pictures = "" if paint is None or not done else f", pictures in {options.out / PICTURES}"
@@ -181,7 +185,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.annotations is not None and done:
         metrics = evaluator.evaluate().metrics
         print("  ".join(f"{name} {100 * metrics[name]:.2f}" for name in LOGGED_METRICS))
-    return 1 if skipped or not done else 0
+    return 1 if skipped or not done or not report_agreement(expected, rows, console) else 0
+
+
+def report_agreement(expected: Sequence[Row] | None, rows: Sequence[Row], console: Console) -> bool:
+    """Prints how far the detections are from expected ones, if there are any; returns whether they can be compared."""
+    if expected is None:
+        return True
+    try:
+        print(describe_difference(compare_results(expected, rows)))
+    except ValueError as error:
+        console.print(f"error: {error}", style="red")
+        return False
+    return True
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -192,17 +208,48 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("source", help="image, folder or glob pattern")
     parser.add_argument("--model", type=Path, required=True, help="artefact or checkpoint")
     parser.add_argument("--out", type=Path, default=Path("predictions"), help="folder of the results")
-    parser.add_argument("--score", type=float, default=0.3, help="lowest score of a box in a picture, 0..1")
+    parser.add_argument("--score", type=parse_score, default="0.3", help="lowest score of a box in a picture, 0..1")
     parser.add_argument("--no-pictures", action="store_true", help="write the detections alone")
     parser.add_argument("--annotations", type=Path, help="COCO file that gives image ids; prints the AP too")
+    parser.add_argument("--compare", type=Path, help="earlier detections of the same images; prints the differences")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--workers", type=int, default=2, help="processes that read images; 0 reads in this one")
+    parser.add_argument(
+        "--workers", type=partial(parse_count, 0), default="2", help="processes that read images; 0 reads in this one"
+    )
     parser.add_argument("--made-of", type=Path, help="refuse an artefact that was not made of this checkpoint")
     checkpoint = parser.add_argument_group("for a checkpoint (an artefact has them inside)")
-    checkpoint.add_argument("--batch-size", type=int)
+    checkpoint.add_argument("--batch-size", type=partial(parse_count, 1))
     checkpoint.add_argument("--precision", choices=PRECISIONS)
     checkpoint.add_argument("--op", choices=msda_op.BACKENDS)
     return parser
+
+
+def parse_count(least: int, text: str) -> int:
+    """Reads a whole number that may not be too small."""
+    if not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"number must be a whole one from {least} on, got {text!r}; correct it")
+    return int(text)
+
+
+def parse_score(text: str) -> float:
+    """Reads a score, a number from 0 to 1."""
+    if not 0 <= float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"score must be a number from 0 to 1, got {text!r}; pass for example 0.3")
+    return float(text)
+
+
+def make_folder(folder: Path) -> None:
+    """Makes the folder of the results.
+
+    Raises:
+        ValueError: If there is a file in its place, or it cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"out must be a folder that can be made, got {str(folder)!r} ({error}); choose another"
+        ) from error
 
 
 def load_model(options: argparse.Namespace) -> Predictor:
@@ -251,7 +298,7 @@ def find_images(source: str) -> list[Path]:
         found = [Path(source)]
     else:
         found = [Path(name) for name in glob.glob(source, recursive=True)]
-    files = sorted(path for path in found if path.is_file())
+    files = sorted(path for path in found if not path.is_dir())  # a link to nowhere too, to be named
     if not files:
         raise ValueError(f"source must be an image, a folder with images or a pattern that some match, got {source!r}")
     return files

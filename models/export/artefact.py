@@ -143,8 +143,12 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(f"artefact must be a folder with {MANIFEST}, got {str(folder)!r} without; export a checkpoint")
     try:
         content = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"manifest must be JSON, got {str(path)!r} ({error}); export anew") from error
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"manifest must be a JSON object, got a {type(content).__name__} in {str(path)!r}; export anew"
+        )
     manifest = Manifest.from_json(content)
     for name, expected in manifest.files.items():
         file = folder / name

@@ -1,6 +1,7 @@
 """Sizes that programs are built for: which one an image goes to, and how it is put there."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,20 +28,24 @@ def buckets_for(size: int, max_size: int, divisor: int) -> tuple[Size, ...]:
     return tuple(dict.fromkeys((landscape, landscape[::-1])))
 
 
-def check_buckets(buckets: Iterable[Sequence[int]], divisor: int) -> tuple[Size, ...]:
+def check_buckets(buckets: Any, divisor: int) -> tuple[Size, ...]:
     """Reads buckets that a user gives, rounds them up and puts them in order of their area.
 
+    Args:
+        buckets: what stands in the user's words, which should be a list of pairs.
+        divisor: heights and widths are rounded up to multiples of it.
+
     Raises:
-        ValueError: if there is none, or one is no pair of positive numbers.
+        ValueError: if there is none, or one is no pair of positive whole numbers.
     """
-    pairs = [tuple(bucket) for bucket in buckets]
-    wrong = [pair for pair in pairs if len(pair) != 2 or min(pair) < 1]
-    if not pairs or wrong:
+    given = list(buckets) if _is_list(buckets) else [buckets]
+    wrong = [bucket for bucket in given if not _is_size(bucket)]
+    if not given or wrong:
         raise ValueError(
             f"buckets must be pairs of height and width in pixels, got {wrong or 'none'}; "
             "give for example buckets=[[800,1333],[1333,800]]"
         )
-    rounded = {round_up((height, width), divisor) for height, width in pairs}
+    rounded = {round_up((height, width), divisor) for height, width in given}
     return tuple(sorted(rounded, key=lambda bucket: (bucket[0] * bucket[1], bucket)))
 
 
@@ -67,3 +72,11 @@ def pad_images(images: Sequence[Tensor], size_hw: Size, batch_size: int) -> tupl
     for row, image in enumerate(filled):
         batch[row, :, : image.shape[1], : image.shape[2]] = image
     return batch, torch.tensor([image.shape[-2:] for image in filled], dtype=torch.int64)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _is_size(value: Any) -> bool:
+    return _is_list(value) and len(value) == 2 and all(isinstance(extent, int) and extent >= 1 for extent in value)

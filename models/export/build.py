@@ -1,5 +1,6 @@
 """From a trained detector to an artefact with its certificate."""
 
+import re
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,8 +17,11 @@ from models.export.artefact import (
 )
 from models.export.buckets import Size
 from models.export.certificate import Program, Tolerance, measure
+from models.export.cuda_graph import WEIGHTS_FILE
 from models.export.inference import InferenceModule
 from models.export.recipe import Precision, Source, build_module
+
+_PROGRAM = re.compile(r"detector_\d+x\d+\.(pt2|onnx)")
 
 
 class Format(Protocol):
@@ -113,11 +117,13 @@ def export_detector(
 
 def _clear(folder: Path) -> None:
     """Makes a folder, and removes what an earlier export left in it."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"out must be a folder, got the file {str(folder)!r}; choose another")
     folder.mkdir(parents=True, exist_ok=True)
     strangers = [
         file.name
         for file in folder.iterdir()
-        if file.name != MANIFEST and not file.name.startswith(("detector_", "weights."))
+        if file.name not in (MANIFEST, WEIGHTS_FILE) and not _PROGRAM.fullmatch(file.name)
     ]
     if strangers:
         raise ValueError(

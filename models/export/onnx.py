@@ -15,8 +15,8 @@ from models.export.inference import INPUT_NAMES, OUTPUT_NAMES, InferenceModule, 
 from models.export.programs import StaticProgram, example_inputs, program_name
 from models.export.recipe import Precision, Source
 
-FIRST_OPSET = 16
-"""The first one that has GridSample."""
+OPSETS = range(16, 21)
+"""From the first one that has GridSample to the last one that the exporter and onnxruntime agree on."""
 
 
 class OnnxFormat:
@@ -30,10 +30,13 @@ class OnnxFormat:
         """Chooses the operators.
 
         Raises:
-            ValueError: if the opset has no GridSample.
+            ValueError: if the opset is none of `OPSETS`.
         """
-        if opset < FIRST_OPSET:
-            raise ValueError(f"opset must be at least {FIRST_OPSET}, got {opset}; earlier ones have no GridSample")
+        if opset not in OPSETS:
+            raise ValueError(
+                f"opset must be {OPSETS[0]} to {OPSETS[-1]}, got {opset}; earlier ones have no GridSample, later ones "
+                "have operators that onnxruntime may lack"
+            )
         self.settings: dict[str, Any] = {"opset": opset}
 
     def check(self, precision: Precision, backend: str) -> None:
@@ -42,8 +45,8 @@ class OnnxFormat:
         Raises:
             ValueError: if precision or op do not fit, or a package is missing.
         """
-        if precision.dtype != torch.float32:
-            raise ValueError(f"precision must be fp32 for ONNX, got {precision.dtype}; set precision=fp32")
+        if precision.name != "fp32":
+            raise ValueError(f"precision must be fp32 for ONNX, got {precision.name}; set precision=fp32")
         if backend != "reference":
             raise ValueError(f"op must be reference for ONNX, which has no Triton kernels, got {backend}; leave it out")
         missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]

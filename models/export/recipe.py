@@ -115,8 +115,13 @@ class Recipe:
         """Reads what `to_json` wrote.
 
         Raises:
-            ValueError: if the configuration would build anything but this project's networks.
+            ValueError: if keys are missing or unknown, or it would build anything but this project's networks.
         """
+        if content.keys() != cls.__dataclass_fields__.keys():
+            differing = sorted(content.keys() ^ cls.__dataclass_fields__.keys())
+            raise ValueError(
+                f"recipe must have the keys of its schema, got others or too few: {differing}; export anew"
+            )
         _require_own_targets(content["model"])
         return cls(**content)
 

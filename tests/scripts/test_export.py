@@ -149,6 +149,46 @@ def test_a_bad_file_is_named_skipped_and_told_by_the_exit_status(predict, photos
     assert not (photos / "out" / "pictures").exists()
 
 
+def test_a_link_to_nowhere_is_named_and_skipped(predict, photos):
+    (photos / "gone.png").symlink_to(photos / "nowhere.png")
+    status, _, messages = predict(photos, "last.ckpt", "--out", photos / "out", "--no-pictures")
+    assert status == 1
+    assert f"skipped {photos / 'gone.png'}: image file must be readable" in messages
+    assert "2 images, 1 skipped" in messages
+
+
+def test_detections_are_compared_with_earlier_ones(predict, photos):
+    options = [photos, "last.ckpt", "--no-pictures", "--out"]
+    assert predict(*options, photos / "fp32")[0] == 0
+    compare = ["--compare", photos / "fp32" / "detections.json"]
+    status, output, _ = predict(*options, photos / "again", *compare)
+    assert status == 0
+    assert re.fullmatch(r"largest differences: bitwise equal; \d\d+ detections compared, at most 0 unpaired\n", output)
+    status, output, _ = predict(*options, photos / "half", "--precision", "bf16", *compare)
+    assert status == 0
+    assert re.match(r"largest differences: scores \d\.\de-\d\d, boxes \d\.\de[-+]\d\d px; \d+ detections", output)
+    status, output, messages = predict(photos / "plain.png", *options[1:], photos / "other", *compare)
+    assert (status, output) == (1, "")
+    assert "error: results must hold as many detections of the same images, got 2 images and 1" in messages
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--batch-size", "0"], "number must be a whole one from 1 on, got '0'"),
+        (["--workers", "-1"], "number must be a whole one from 0 on, got '-1'"),
+        (["--score", "1.5"], "score must be a number from 0 to 1, got '1.5'"),
+        (["--score", "high"], "invalid parse_score value: 'high'"),
+        (["--precision", "bf17"], "invalid choice: 'bf17'"),
+    ],
+)
+def test_wrong_options_are_refused(options, message, capsys):
+    with pytest.raises(SystemExit) as error:
+        main(["plain.png", "--model", "last.ckpt", *options])
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_nothing_but_bad_files_is_an_error(predict, photos):
     (photos / "plain.png").write_bytes(b"")
     status, _, messages = predict(photos / "plain.png", "last.ckpt", "--out", photos / "out")
@@ -164,6 +204,8 @@ def test_nothing_but_bad_files_is_an_error(predict, photos):
         ("plain.png", "synthetic", [], "artefact must be a folder with manifest.json"),
         ("plain.png", "last.ckpt", ["--made-of", "last.ckpt"], "--made-of must come with an artefact"),
         ("plain.png", "last.ckpt", ["--device", "cpu", "--op", "cuda"], "cuda"),
+        ("plain.png", "last.ckpt", ["--compare", "absent.json"], "results must be a file of detections"),
+        ("plain.png", "last.ckpt", ["--out", "last.ckpt"], "out must be a folder that can be made, got 'last.ckpt'"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_line(predict, photos, source, model, options, message):
@@ -215,6 +257,14 @@ def test_odd_images_are_survived(predict, tmp_path):
         (["ckpt=last.ckpt", "op=triton"], "op must be reference for ONNX"),
         (["ckpt=last.ckpt", "precision=bf16"], "precision must be fp32 for ONNX"),
         (["ckpt=last.ckpt", "buckets=[[0,64]]"], "buckets must be pairs of height and width"),
+        (
+            ["ckpt=last.ckpt", "buckets=[800,1333]"],
+            "buckets must be pairs of height and width in pixels, got .800, 1333",
+        ),
+        (["ckpt=last.ckpt", "buckets=800"], "buckets must be pairs of height and width in pixels, got .800"),
+        (["ckpt=last.ckpt", "batch_size=0"], "batch_size must be a whole number from 1 on, got 0"),
+        (["ckpt=last.ckpt", "batch_size=two"], "batch_size must be a whole number from 1 on, got two"),
+        (["ckpt=last.ckpt", "size_divisor=0"], "size_divisor must be a whole number from 1 on, got 0"),
         (["ckpt=last.ckpt", "out=run"], "out must be a new folder or an artefact"),
     ],
 )

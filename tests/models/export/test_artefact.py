@@ -119,6 +119,12 @@ def test_a_folder_without_a_manifest_is_no_artefact(tmp_path):
     (tmp_path / MANIFEST).write_text("{")
     with pytest.raises(ValueError, match="manifest must be JSON"):
         read_manifest(tmp_path)
+    (tmp_path / MANIFEST).write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"manifest must be JSON, got .*manifest.json"):
+        read_manifest(tmp_path)
+    (tmp_path / MANIFEST).write_text("[]")
+    with pytest.raises(ValueError, match="manifest must be a JSON object, got a list"):
+        read_manifest(tmp_path)
 
 
 def test_another_gpu_is_refused(folder, monkeypatch):
@@ -133,6 +139,16 @@ def test_an_export_replaces_an_artefact_and_nothing_else(folder, source):
     with pytest.raises(ValueError, match=r"out must be a new folder or an artefact, got .* with thesis.txt"):
         export(source, folder)
     assert (folder / "thesis.txt").read_text() == "text"
+
+
+@pytest.mark.parametrize("name", ["weights.pth", "detector_notes.txt", "detector_64x64.onnx.bak"])
+def test_files_named_nearly_like_those_of_an_artefact_stay(source, tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ValueError, match=f"out must be a new folder or an artefact, got .* with {name}"):
+        export(source, tmp_path)
+    assert (tmp_path / name).read_text() == "mine"
+    with pytest.raises(ValueError, match="out must be a folder, got the file"):
+        export(source, tmp_path / name)
 
 
 def measured(**changes):

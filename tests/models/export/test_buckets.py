@@ -24,7 +24,9 @@ def test_given_buckets_are_rounded_up_and_sorted():
     assert check_buckets([[800, 1333], [100, 64], [65, 64]], 64) == ((128, 64), (832, 1344))
 
 
-@pytest.mark.parametrize("buckets", [[], [[800]], [[800, 0]], [[1, 2, 3]]])
+@pytest.mark.parametrize(
+    "buckets", [[], [[800]], [[800, 0]], [[1, 2, 3]], 800, [800, 1333], "800x1333", [["a", "b"]], ["ab"], [[8.5, 9]]]
+)
 def test_wrong_buckets_are_refused(buckets):
     with pytest.raises(ValueError, match="buckets must be pairs of height and width"):
         check_buckets(buckets, 64)

@@ -84,10 +84,12 @@ def test_predictor_fills_batches_and_refuses_what_fits_no_bucket(artefact, sourc
 
 
 def test_what_onnx_cannot_hold_is_refused():
-    with pytest.raises(ValueError, match="opset must be at least 16, got 15"):
-        OnnxFormat(opset=15)
-    with pytest.raises(ValueError, match="precision must be fp32 for ONNX"):
-        OnnxFormat(opset=20).check(Precision(torch.bfloat16, True), "reference")
+    for opset in (15, 21):
+        with pytest.raises(ValueError, match=f"opset must be 16 to 20, got {opset}"):
+            OnnxFormat(opset=opset)
+    for precision in (Precision(torch.bfloat16, True), Precision(torch.float32, True)):
+        with pytest.raises(ValueError, match=f"precision must be fp32 for ONNX, got {precision.name}"):
+            OnnxFormat(opset=20).check(precision, "reference")
     with pytest.raises(ValueError, match="op must be reference for ONNX"):
         OnnxFormat(opset=20).check(FP32, "triton")
 

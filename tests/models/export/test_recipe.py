@@ -35,6 +35,13 @@ def test_a_checkpoint_brings_everything(checkpoint, source):
     assert Recipe.from_json(found.recipe.to_json()) == source.recipe
 
 
+def test_a_recipe_with_other_keys_is_refused(source):
+    content = source.recipe.to_json()
+    del content["size"]
+    with pytest.raises(ValueError, match=r"recipe must have the keys of its schema, got others or too few: \['size'\]"):
+        Recipe.from_json(content)
+
+
 def test_weights_of_other_origin_need_a_recipe(checkpoint, source, tmp_path):
     torch.save({"model": source.weights}, tmp_path / "official.pth")
     with pytest.raises(ValueError, match="must hold its configuration and categories"):
