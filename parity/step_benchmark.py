@@ -40,6 +40,8 @@ CHECKPOINTING = ("cuda_graphs=false", "model.transformer.gradient_checkpointing=
 """What saves memory at the price of a second forward pass of every layer."""
 Samples = tuple[list[float], list[dict[str, float]]]
 """Wall times of steps, and the times of the phases of each, in milliseconds."""
+TrainingBatch = tuple[Tensor, Tensor, Targets]
+"""Images uint8 [B, 3, H, W], their padding mask bool [B, H, W], and targets."""
 _SEED = 0
 
 
@@ -90,10 +92,18 @@ class SyntheticStep:
 
     def draw_batch(self, case: StepCase) -> None:
         """Takes another batch, of the sizes of a case."""
-        images, padding_mask, targets = draw_batch(case)
-        self._batch = (images.to(self.device), padding_mask.to(self.device))
-        labels, boxes_cxcywh = targets.labels.to(self.device), targets.boxes_cxcywh.to(self.device)
-        self._targets = Targets(labels, boxes_cxcywh, targets.counts)
+        self.take(self.place(draw_batch(case)))
+
+    def place(self, batch: TrainingBatch) -> TrainingBatch:
+        """Returns a batch on the device; from pinned memory the host does not wait for it."""
+        images, padding_mask, targets = batch
+        tensors = (images, padding_mask, targets.labels, targets.boxes_cxcywh)
+        images, padding_mask, labels, boxes_cxcywh = (each.to(self.device, non_blocking=True) for each in tensors)
+        return images, padding_mask, Targets(labels, boxes_cxcywh, targets.counts)
+
+    def take(self, batch: TrainingBatch) -> None:
+        """Takes a batch that lies on the device; the next steps train on it."""
+        *self._batch, self._targets = batch
 
     def run(self, span: Callable[[str], Any]) -> Tensor:
         """Trains once; `span` makes a context manager around each of `PHASES`. Returns the loss."""
@@ -254,7 +264,7 @@ def plot_steps(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def draw_batch(case: StepCase) -> tuple[Tensor, Tensor, Targets]:
+def draw_batch(case: StepCase) -> TrainingBatch:
     """Draws uint8 images, their padding masks, which are empty, and targets, on the host."""
     generator = torch.Generator().manual_seed(_SEED)
     shape = (case.batch, 3, case.height, case.width)

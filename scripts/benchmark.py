@@ -4,7 +4,8 @@
     python -m scripts.benchmark sweep     launch shapes of the kernels, or of some: --presets decoder --dtypes bf16
                                           --kernels "hopper .*backward"; --write keeps the fastest of the plain ones
     python -m scripts.benchmark variants  what coalescing, unrolling, float32 atomics and careful timing are worth
-    python -m scripts.benchmark step      a training step by phase; takes the overrides of train.py
+    python -m scripts.benchmark step      a training step by phase; takes the overrides of train.py; --sizes 50 for
+                                          multi-scale training, --data-workers 12 for the full loader
     python -m scripts.benchmark inference detectors, eager, compiled, as CUDA graphs and as AOTInductor packages
     python -m scripts.benchmark loader    batches of training data, any overrides of train.py; needs no GPU
 
@@ -12,12 +13,11 @@ Each command prints a table and writes its rows as JSON, with GPU, driver, clock
 """
 
 import argparse
-import gc
 import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
@@ -33,9 +33,10 @@ from parity.inference_benchmark import measure_row as measure_inference
 from parity.peers import find_peers, fused_implementations, fused_reference, own_implementations
 from parity.presets import PRESETS, make_preset_inputs
 from parity.speed import Row, Workload, compare_repeats, format_row, fuse_workload, plot_rows, run_workload
-from parity.step_benchmark import StepCase, SyntheticStep, format_step, list_variants, measure_step, plot_steps
-from parity.step_memory import device_gib, find_largest_batch, fitting_cards, measure_dense, measure_memory
-from parity.step_peer import HUGGING_FACE, OFFICIAL, PEERS, compare_steps, start_peers
+from parity.step_benchmark import StepCase, plot_steps
+from parity.step_peer import HUGGING_FACE, OFFICIAL, PEERS
+from parity.step_table import StepTable, measure_table
+from parity.step_table import format_row as format_step
 from parity.timing import CudaMeter, CudaStopwatch, Summary, measure_copy_bandwidth, measure_device_time, read_gpu_state
 
 SCHEMA = 1
@@ -56,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--against official needs --checkout, got none; give the folder of its code")
     if options.run is run_step and options.against == HUGGING_FACE and find_spec("transformers") is None:
         parser.error("--against hf needs the package transformers, got none; pip install 'transformers>=5'")
+    if options.run is run_step and options.plot and (options.sizes or options.data_workers):
+        parser.error("--plot must come without --sizes and --data-workers, which time no phases; leave it out")
     if options.run is not run_loader and not torch.cuda.is_available():
         parser.error("a benchmark must run on an NVIDIA GPU, got none; run it on a machine with one")
     options.run(options)
@@ -99,23 +102,31 @@ def build_parser() -> argparse.ArgumentParser:
     step.add_argument("overrides", nargs="*", help="as for train.py: model=..., op=..., precision=..., backbone=...")
     step.add_argument("--batches", type=parse_counts, default="4")
     step.add_argument("--size", type=parse_size, default="800x1333", help="height x width of the images")
-    step.add_argument("--boxes", type=int, default=12, help="targets of each image")
+    step.add_argument("--boxes", type=parse_count, default="12", help="targets of each image")
     step.add_argument("--repeats", type=parse_repeats, default="20", help="measured steps")
-    step.add_argument(
+    kinds = step.add_mutually_exclusive_group()
+    kinds.add_argument(
         "--switches",
         action="store_true",
         help="with each of what makes it fast turned off, a row each; pass cuda_graphs=true compile=true",
     )
-    step.add_argument(
+    kinds.add_argument(
         "--against",
         choices=PEERS,
         help="the official code or transformers, also with our op in it, beside ours, in turn",
     )
+    kinds.add_argument("--sizes", type=parse_count, help="steps on so many sizes of images beside one of their area")
+    kinds.add_argument(
+        "--data-workers",
+        type=parse_count,
+        help="the full loader with so many processes beside the same batches on the GPU; pass data.root=...",
+    )
+    step.add_argument("--data-steps", type=parse_count, default="200", help="batches of the loader")
     step.add_argument("--checkout", type=Path, help="folder of the official code")
-    step.add_argument("--dense", type=int, help="also the peak with so many targets in one image")
+    step.add_argument("--dense", type=parse_count, help="also the peak with so many targets in one image")
     step.add_argument(
         "--largest-batch",
-        type=int,
+        type=parse_count,
         help="also find the largest batch of 24 and 80 GiB by trying, up to this, without graphs; and a row with "
         "gradient checkpointing",
     )
@@ -157,6 +168,12 @@ def parse_counts(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
+def parse_count(text: str) -> int:
+    """Reads one positive number."""
+    (count,) = parse_counts(text)
+    return count
+
+
 def parse_worker_counts(text: str) -> list[int]:
     """Reads comma-separated numbers of processes, 0 for none."""
     words = text.split(",")
@@ -184,43 +201,16 @@ def run_step(options: argparse.Namespace) -> None:
     """Times a training step on random images, for every batch."""
     rows: list[Row] = []
     content = describe_run() | {"rows": rows}
-
-    def report(*found: Row) -> None:
-        for row in found:
-            print(format_step(row), flush=True)
-        rows.extend(found)
-        write_results(options.out, content)
-
-    device = torch.device("cuda")
+    table = StepTable(**{field.name: getattr(options, field.name) for field in fields(StepTable)})
+    height, width = options.size
     for batch in options.batches:
-        height, width = options.size
         case = StepCase(tuple(options.overrides), batch, height, width, options.boxes)
-        if options.against is not None:
-            peers = start_peers(options.against, case, device, options.checkout)
-            report(*compare_steps(peers, case, device, warmup=10, repeats=options.repeats, blocks=4))
-            continue
-        for extra in list_variants(options.switches, checkpointing=options.largest_batch is not None):
-            switched = replace(case, overrides=case.overrides + extra)
-            step = SyntheticStep(switched, device)
-            row = measure_step(step, switched, warmup=10, repeats=options.repeats) | measure_memory(switched, step)
-            if options.dense is not None:
-                row |= measure_dense(switched, step, options.dense)
-            if options.largest_batch is not None and not step.graphed:
-                cards, limit = fitting_cards(device_gib(device)), options.largest_batch
-                row["largest_batch_found"] = {
-                    str(card): find_largest_batch(switched, step, card, limit) for card in cards
-                }
-            report(row)
-            del step
-            free_memory()
+        for row in measure_table(case, torch.device("cuda"), table):
+            print(format_step(row), flush=True)
+            rows.append(row)
+            write_results(options.out, content)
     if options.plot is not None:
         plot_steps(rows, options.plot)
-
-
-def free_memory() -> None:
-    """Gives back what a detector has left on the GPU."""
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def run_op(options: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
 """Arguments, files and pictures of the benchmark; measuring itself needs a GPU."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from msda_op.triton import launch_table
 from msda_op.triton.launch_table import LaunchKey, LaunchShape, read_table
 from parity.presets import Preset, make_preset_inputs
 from parity.speed import Workload
+from parity.step_benchmark import StepCase
+from parity.step_table import StepTable
 from parity.timing import DeviceTime, Summary
 from scripts import benchmark
 from scripts.benchmark import SCHEMA, build_parser, main, plot_rows, write_results
@@ -27,6 +29,9 @@ from scripts.benchmark import SCHEMA, build_parser, main, plot_rows, write_resul
         (["inference", "--size", "800"], "size must be height and width, got '800'"),
         (["step", "--against", "official"], "--against official needs --checkout, got none"),
         (["step", "--against", "mmdet"], "invalid choice: 'mmdet'"),
+        (["step", "--switches", "--sizes", "50"], "argument --sizes: not allowed with argument --switches"),
+        (["step", "--sizes", "0"], "counts must be positive numbers, got '0'"),
+        (["step", "--sizes", "50", "--plot", "a.png"], "--plot must come without --sizes and --data-workers"),
         (["loader", "--workers", "-1,2"], "expected one argument"),
         (["loader", "--workers", "two"], "worker counts must be numbers from 0 on, got 'two'"),
         (["variants", "--repeats", "2"], "repeats must be a number from 5 on, got '2'"),
@@ -199,6 +204,36 @@ def test_sweep_writes_the_table_only_when_asked(tmp_path: Path, monkeypatch: pyt
     entries = read_table(table)
     assert {entry.key for entry in entries} == {LaunchKey(90, row["kernel"], 4, 4, 8, "few") for row in rows}
     assert all(entry.measured_on.startswith("a card, commit ") for entry in entries)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
+@pytest.mark.parametrize("extra", [[], ["--switches"], ["--sizes", "3"], ["--data-workers", "1"]])
+def test_step_passes_its_options_on_and_writes_every_row(
+    extra: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Any] = []
+
+    def measure_nothing(case: StepCase, device: torch.device, table: StepTable) -> Iterator[dict[str, Any]]:
+        seen.append((case, device.type, table))
+        yield from ({"number": number} for number in range(2))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(benchmark, "read_gpu_state", lambda: None)
+    monkeypatch.setattr(benchmark, "measure_table", measure_nothing)
+    monkeypatch.setattr(benchmark, "format_step", lambda row: f"row {row['number']}")
+    out = tmp_path / "step.json"
+    words = ["op=reference", "--batches", "1,2", "--size", "64x96", "--repeats", "5", "--out", str(out)]
+    assert main(["step", *words, *extra]) == 0
+    assert [case for case, _, _ in seen] == [StepCase(("op=reference",), batch, 64, 96, 12) for batch in (1, 2)]
+    table = StepTable(
+        repeats=5,
+        switches="--switches" in extra,
+        sizes=3 if "--sizes" in extra else None,
+        data_workers=1 if "--data-workers" in extra else None,
+    )
+    assert [each for _, _, each in seen] == [table, table]
+    assert json.loads(out.read_text())["rows"] == [{"number": 0}, {"number": 1}] * 2
+    assert capsys.readouterr().out == "row 0\nrow 1\n" * 2
 
 
 @pytest.mark.gpu

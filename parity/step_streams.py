@@ -1,0 +1,237 @@
+"""Steps on batches that change: of many sizes, as multi-scale training has them, and from a loader with its images.
+
+Both are set beside what does not change: one size of the same area, and the same batches lying on the device already.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from torch._dynamo.utils import counters
+
+from coco.collate import Batch
+from coco.datamodule import CocoDataModule
+from coco.transforms import scale_shorter_side
+from models.cuda_graphs import TrainingGraphs
+from models.structures import Targets
+from parity.phases import synchronize
+from parity.step_benchmark import StepCase, SyntheticStep, TrainingBatch, compose_case, draw_batch, naming
+from parity.timing import percentile
+
+Size = tuple[int, int]
+"""(height, width) in pixels."""
+
+ROUNDS = 4
+"""How often `measure_sizes` meets each size; what the first time costs is part of the result."""
+_SEED = 0
+_LARGEST_RATIO = 2.0
+"""Of the sides of an image; nearly all of COCO's lie below."""
+_DRAWS_PER_SIZE = 1000
+
+
+def draw_sizes(scales: Sequence[int], max_size: int, count: int) -> list[Size]:
+    """Draws different sizes of images as multi-scale training resizes them, upright and lying ones.
+
+    Args:
+        scales: lengths of the shorter side in pixels to choose from.
+        max_size: largest length of the longer side in pixels.
+        count: sizes.
+
+    Raises:
+        ValueError: if there are not so many.
+    """
+    generator = torch.Generator().manual_seed(_SEED)
+    sizes: dict[Size, None] = {}
+    for _ in range(_DRAWS_PER_SIZE * count):
+        scale = scales[int(torch.randint(len(scales), (), generator=generator))]
+        longer = round(1000 * (1 + (_LARGEST_RATIO - 1) * float(torch.rand((), generator=generator))))
+        height, width = scale_shorter_side(1000, longer, scale, max_size)
+        upright = bool(torch.randint(2, (), generator=generator))
+        sizes.setdefault((width, height) if upright else (height, width))
+        if len(sizes) == count:
+            return list(sizes)
+    raise ValueError(f"sizes must be at most those that the augmentation makes, got {count} of {len(sizes)}; lower it")
+
+
+def pad_size(size_hw: Size, divisor: int) -> Size:
+    """Returns what a size is padded to."""
+    height, width = (-(-extent // divisor) * divisor for extent in size_hw)
+    return height, width
+
+
+def draw_padded(case: StepCase, size_hw: Size, padded_hw: Size) -> TrainingBatch:
+    """Draws a batch of a case whose images fill a part of it, the rest being padding."""
+    images, padding_mask, targets = draw_batch(replace(case, height=padded_hw[0], width=padded_hw[1]))
+    padding_mask[:, size_hw[0] :] = True
+    padding_mask[:, :, size_hw[1] :] = True
+    return images.masked_fill(padding_mask.unsqueeze(1), 0), padding_mask, targets
+
+
+def measure_sizes(step: SyntheticStep, case: StepCase, count: int, warmup: int, repeats: int) -> dict[str, Any]:
+    """Times steps on batches of many sizes, and on one size of their median area.
+
+    Args:
+        step: of this case; warmed up on the one size before anything is timed.
+        case: batch and targets; its own size is not used.
+        count: different sizes, see `draw_sizes`; each is met `ROUNDS` times in random order.
+        warmup: steps before.
+        repeats: measured steps of the one size.
+
+    Returns:
+        The case; `sizes`, `padded_sizes` (different ones), `size_divisor`; `sizes_ms`, wall times of all steps on all
+        sizes, and `first_round_ms`, of those that met their size for the first time (median, p80, largest); the one
+        size `fixed_size_hw` and its `fixed_ms`; `times_fixed`, the ratio of the medians; `recompilations` (graphs that
+        torch.compile made after the warm-up), `captures` and `eager_passes` of CUDA graphs meanwhile.
+
+    Raises:
+        ValueError: if there are not so many sizes.
+    """
+    config = compose_case(case)
+    transform, divisor = config.data.train_transform, config.data.size_divisor
+    if "scales" not in transform:
+        raise ValueError(
+            f"data.train_transform must be multi-scale to have {count} sizes, got {transform._target_}; set "
+            "data/augmentation@data.train_transform=published"
+        )
+    sizes = draw_sizes(transform.scales, transform.max_size, count)
+    pairs = [(size_hw, pad_size(size_hw, divisor)) for size_hw in sizes]
+    fixed = sorted((padded for _, padded in pairs), key=lambda padded: padded[0] * padded[1])[count // 2]
+    batches = [step.place(draw_padded(case, *pair)) for pair in pairs]
+    fixed_batch = step.place(draw_padded(case, fixed, fixed))
+    step.take(fixed_batch)
+    step.warm_up(warmup)
+    graphs = step.detector.model.graphs
+    assert isinstance(graphs, TrainingGraphs), "every model has them"
+    before = (counters["stats"]["unique_graphs"], graphs.captures, graphs.eager_passes)
+    walls: list[float] = []
+    generator = torch.Generator().manual_seed(_SEED)
+    for _ in range(ROUNDS):
+        for place in torch.randperm(count, generator=generator).tolist():
+            step.take(batches[place])
+            walls += step.time(1)[0]
+    after = (counters["stats"]["unique_graphs"], graphs.captures, graphs.eager_passes)
+    recompilations, captures, eager_passes = (now - then for now, then in zip(after, before, strict=True))
+    step.take(fixed_batch)
+    step.warm_up(1)  # its place among the graphs may have gone to another size
+    fixed_walls, _ = step.time(repeats)
+    return _describe(case, case.batch) | {
+        "boxes": case.boxes,
+        "sizes": count,
+        "padded_sizes": len({padded for _, padded in pairs}),
+        "size_divisor": divisor,
+        "sizes_ms": _summarise(walls),
+        "first_round_ms": _summarise(walls[:count]),
+        "fixed_size_hw": list(fixed),
+        "fixed_ms": _summarise(fixed_walls),
+        "times_fixed": percentile(walls, 0.5) / percentile(fixed_walls, 0.5),
+        "recompilations": recompilations,
+        "captures": captures,
+        "eager_passes": eager_passes,
+    }
+
+
+def measure_data(
+    step: SyntheticStep, case: StepCase, data: CocoDataModule, steps: int, lead: int | None = None
+) -> dict[str, Any]:
+    """Compares training on batches of the full loader with training on the same batches on the device.
+
+    The batches of one epoch are trained on three times: from the loader without a clock, so that all sizes have been
+    met; from the loader again, the same ones since the epoch decides; and from the device's memory.
+
+    Args:
+        step: of this case.
+        case: for the row alone; images, sizes and targets are those of the data.
+        data: what to load, with which workers, and in what batches.
+        steps: batches.
+        lead: batches before the clock starts, while those that workers have made ahead are used up; None for three a
+            worker.
+
+    Returns:
+        The case; `num_workers`, `steps` (timed ones), `loader_images_per_s`, `device_images_per_s`, and `share`, the
+        ratio of both.
+
+    Raises:
+        ValueError: if there are not enough batches.
+    """
+    lead = 3 * data.num_workers if lead is None else lead
+    loader = data.train_dataloader()
+    if not lead < steps <= len(loader):
+        raise ValueError(
+            f"steps must be above {lead}, the batches before the clock starts, and at most the {len(loader)} batches "
+            f"of an epoch, got {steps}; set data.repeat_train or the number of steps"
+        )
+    kept = []
+    for batch in _first_epoch(loader, steps):
+        kept.append(step.place(_unpack(batch)))
+        step.take(kept[-1])
+        step.warm_up(1)
+    from_loader = _rate(step, (step.place(_unpack(batch)) for batch in _first_epoch(loader, steps)), lead)
+    from_device = _rate(step, iter(kept), lead)
+    return _describe(case, data.batch_size) | {
+        "num_workers": data.num_workers,
+        "steps": steps - lead,
+        "loader_images_per_s": from_loader,
+        "device_images_per_s": from_device,
+        "share": from_loader / from_device,
+    }
+
+
+def build_data(case: StepCase, num_workers: int) -> CocoDataModule:
+    """Builds the data of a case's overrides, its batch and a number of workers, and checks that it is there."""
+    settings = (f"data.batch_size={case.batch}", f"data.num_workers={num_workers}")
+    data: CocoDataModule = instantiate(compose_case(replace(case, overrides=(*case.overrides, *settings))).data)
+    data.check()
+    data.prepare_data()
+    return data
+
+
+def format_stream(row: dict[str, Any]) -> str:
+    """Returns a row of `measure_sizes` or `measure_data` as a line of text."""
+    words = f"{row['who']} {' '.join(row['overrides'])} batch {row['batch']}"
+    if "share" in row:
+        return (
+            f"{words}: {row['loader_images_per_s']:.1f} images/s with {row['num_workers']} workers, "
+            f"{row['device_images_per_s']:.1f} from the device, {100 * row['share']:.1f} %"
+        )
+    height, width = row["fixed_size_hw"]
+    return (
+        f"{words}, {row['sizes']} sizes ({row['padded_sizes']} padded to multiples of {row['size_divisor']}): "
+        f"{row['sizes_ms']['median']:.1f} ms, {row['times_fixed']:.3f} times the {row['fixed_ms']['median']:.1f} ms "
+        f"of {height}x{width}; when first met {row['first_round_ms']['median']:.1f} ms; {row['recompilations']} "
+        f"recompilations, {row['captures']} captures, {row['eager_passes']} eager passes"
+    )
+
+
+def _describe(case: StepCase, batch: int) -> dict[str, Any]:
+    return {"who": "triton-detr", "overrides": list(case.overrides), "batch": batch}
+
+
+def _first_epoch(loader: Any, steps: int) -> Iterator[Batch]:
+    loader.sampler.set_epoch(0)
+    return islice(loader, steps)
+
+
+def _unpack(batch: Batch) -> TrainingBatch:
+    return batch["images"], batch["padding_mask"], Targets(batch["labels"], batch["boxes_cxcywh"], batch["num_targets"])
+
+
+def _rate(step: SyntheticStep, batches: Iterator[TrainingBatch], lead: int) -> float:
+    """Returns images a second over all batches but the first; the device is waited for at both ends alone."""
+    images, begin = 0, time.perf_counter()
+    for number, batch in enumerate(batches):
+        if number == lead:
+            synchronize(step.device)
+            images, begin = 0, time.perf_counter()
+        step.take(batch)
+        step.run(naming)
+        images += len(batch[0])
+    synchronize(step.device)
+    return images / (time.perf_counter() - begin)
+
+
+def _summarise(samples: Sequence[float]) -> dict[str, float]:
+    return {"median": percentile(samples, 0.5), "p80": percentile(samples, 0.8), "largest": max(samples)}
