@@ -51,6 +51,8 @@ class Arm:
             one unit in the last place; 0 moves none.
         fault: name of a fault of `parity.faults` that the op is given; None for a sound op.
         fault_size: share of the whole fault, in 0..1.
+        trained_steps: how long the weights it starts from were trained, with the op that is compared with; 0 for
+            initial weights.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Arm:
     nudge: int = 0
     fault: str | None = None
     fault_size: float = 0.0
+    trained_steps: int = 0
 
 
 @dataclass(frozen=True)

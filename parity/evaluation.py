@@ -1,7 +1,6 @@
 """L5: with the same weights, does the other op find the same?"""
 
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,11 +12,11 @@ from coco.annotations import build_index
 from coco.datamodule import CocoDataModule
 from coco.evaluator import CocoEvaluator, EvaluationResult, ImageDetections
 from models.postprocess import postprocess
-from parity.arms import Arm, Experiment, arm_hash, nudge_weights
-from parity.recording import Progress
+from parity.arms import Arm, Experiment
+from parity.recording import Progress, train_weights
 from parity.results import Check, LevelResult, guard, judge
 from parity.tolerances import OUTPUT
-from parity.training import TrainingLoop, autocast_dtype, build_data, build_detector, faulty, move_batch
+from parity.training import autocast_dtype, build_data, build_detector, faulty, move_batch
 
 QUESTION = "With the same weights, does the other op give the same AP?"
 PERCENT = 100
@@ -65,48 +64,12 @@ def run_evaluation(experiment: Experiment, progress: Progress) -> LevelResult:
     return LevelResult("evaluation", QUESTION, tuple(checks), margins, data)
 
 
-def train_weights(experiment: Experiment, progress: Progress) -> dict[str, Tensor]:
-    """Returns the state of a trained detector; kept in the output folder as finished arms are."""
-    steps = steps_of_weights(experiment)
-    arm = weights_arm(experiment)
-    path = experiment.output / "arms" / f"{arm_hash(experiment, arm, steps, steps)}.pt"
-    if path.is_file():
-        progress("evaluation: weights read back")
-        return torch.load(path, weights_only=True, map_location="cpu")
-    with closing(TrainingLoop(experiment, arm, max(1, steps))) as loop:
-        for step in range(steps):
-            loop.step(loop.next_batch())
-            if (step + 1) % max(1, steps // 4) == 0:
-                progress(f"evaluation: weights, step {step + 1} of {steps}")
-    state = {name: tensor.detach().cpu() for name, tensor in loop.detector.state_dict().items()}
-    aside = path.with_suffix(".part")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(state, aside)
-    aside.replace(path)
-    return state
-
-
-def weights_arm(experiment: Experiment) -> Arm:
-    """Returns the arm whose weights are evaluated."""
-    return Arm("weights", experiment.against, experiment.seed)
-
-
-def steps_of_weights(experiment: Experiment) -> int:
-    """Returns how long to train before the evaluation: not at all where `model.weights` brings trained weights."""
-    trained = experiment.configs[experiment.against].model.weights is not None
-    return 0 if trained else int(experiment.settings.evaluation.steps)
-
-
 @torch.no_grad()
 def evaluate_arm(experiment: Experiment, arm: Arm, weights: dict[str, Tensor], progress: Progress) -> Evaluated:
     """Evaluates weights on the validation images under the op, and the fault, of an arm."""
     config = experiment.config_of(arm)
     data: CocoDataModule = build_data(config)
-    detector = build_detector(config, data, arm)
-    detector.load_state_dict(weights)
-    if arm.nudge:
-        nudge_weights(detector.model, arm.nudge)
-    detector = detector.to(experiment.device).eval()
+    detector = build_detector(config, data, arm, weights).to(experiment.device).eval()
     evaluator = CocoEvaluator(annotations=data.val_annotations, categories=data.categories)
     dtype = autocast_dtype(config)
     with faulty(detector, arm), torch.autocast(experiment.device.type, dtype=dtype, enabled=dtype is not None):

@@ -1,14 +1,13 @@
 """What the levels will train: known before the run, so that processes can share it and a reader can expect its end."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parity.arms import Arm, Experiment
 from parity.ensemble import paired_arms
-from parity.evaluation import steps_of_weights, train_weights, weights_arm
 from parity.faults import FAULTS
-from parity.recording import Progress, record
-from parity.trajectory import base_op_of, control_arms
+from parity.recording import Progress, record, steps_of_weights, train_weights, weights_arm
+from parity.trajectory import base_op_of, control_arms, segments_of
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Training:
 
 
 def plan_trainings(experiment: Experiment, levels: Sequence[str]) -> list[Training]:
-    """Returns what the levels train, each arm once, the longest first.
+    """Returns what the levels train, each arm once: the weights that others start from, then the longest.
 
     The broken arms of the level "sensitivity" are not among them: which sizes it tries depends on what it has seen.
 
@@ -46,7 +45,8 @@ def plan_trainings(experiment: Experiment, levels: Sequence[str]) -> list[Traini
     unique: dict[tuple[Arm, int], Training] = {}
     for training in trainings:
         unique.setdefault((training.arm, training.num_steps), training)
-    return sorted(unique.values(), key=lambda training: -training.num_steps)
+    weights = weights_arm(experiment)
+    return sorted(unique.values(), key=lambda training: (training.arm != weights, -training.num_steps))
 
 
 def describe_plan(experiment: Experiment, levels: Sequence[str], trainings: Sequence[Training]) -> list[str]:
@@ -74,16 +74,30 @@ def describe_plan(experiment: Experiment, levels: Sequence[str], trainings: Sequ
 def _count_broken_steps(experiment: Experiment) -> int:
     settings = experiment.settings
     sizes = settings.sensitivity.sizes
-    of_trajectory = min(settings.sensitivity.steps, settings.trajectory.steps) * len(sizes.trajectory)
+    steps = [min(settings.sensitivity.steps, segment.steps) for segment in segments_of(experiment)]
+    of_trajectory = sum(steps) * len(sizes.trajectory)
     of_ensemble = settings.ensemble.steps * settings.ensemble.pairs * len(sizes.ensemble)
     return len(FAULTS) * (of_trajectory + of_ensemble)
 
 
 def _plan_trajectory(experiment: Experiment, level: str) -> list[Training]:
-    arms = control_arms(experiment, base_op_of(experiment))
+    trainings = _plan_controls(experiment, level, base_op_of(experiment))
     if experiment.configs[experiment.against]["import"] is None:
-        arms.append(experiment.arm_under_test(experiment.seed))
-    return [Training(level, arm, experiment.settings.trajectory.steps) for arm in arms]
+        other = experiment.arm_under_test(experiment.seed)
+        trainings += [
+            Training(level, replace(other, trained_steps=segment.trained_steps), segment.steps)
+            for segment in segments_of(experiment)
+        ]
+    return trainings
+
+
+def _plan_controls(experiment: Experiment, level: str, op: str) -> list[Training]:
+    segments = segments_of(experiment)
+    trainings = [
+        Training(level, arm, segment.steps) for segment in segments for arm in control_arms(experiment, op, segment)
+    ]
+    needed = _plan_evaluation(experiment, level) if any(segment.trained_steps for segment in segments) else []
+    return [*needed, *trainings]
 
 
 def _plan_ensemble(experiment: Experiment, level: str) -> list[Training]:
@@ -99,8 +113,7 @@ def _plan_evaluation(experiment: Experiment, level: str) -> list[Training]:
 def _plan_sensitivity(experiment: Experiment, level: str) -> list[Training]:
     sizes, trainings = experiment.settings.sensitivity.sizes, []
     if sizes.trajectory:
-        arms = control_arms(experiment, experiment.against)
-        trainings += [Training(level, arm, experiment.settings.trajectory.steps) for arm in arms]
+        trainings += _plan_controls(experiment, level, experiment.against)
     if sizes.ensemble:
         trainings += [Training(level, base, experiment.settings.ensemble.steps) for base, _ in paired_arms(experiment)]
     if sizes.evaluation:

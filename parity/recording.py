@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -87,10 +88,43 @@ def record(
     return recording
 
 
+def train_weights(experiment: Experiment, progress: Progress) -> dict[str, Tensor]:
+    """Returns the state of a detector that was trained for a while; kept in the output folder as finished arms are."""
+    steps = steps_of_weights(experiment)
+    arm = weights_arm(experiment)
+    path = experiment.output / "arms" / f"{arm_hash(experiment, arm, steps, steps)}.pt"
+    if path.is_file():
+        progress("trained weights: read back")
+        return torch.load(path, weights_only=True, map_location="cpu")
+    with closing(TrainingLoop(experiment, arm, max(1, steps))) as loop:
+        for step in range(steps):
+            loop.step(loop.next_batch())
+            if (step + 1) % max(1, steps // 4) == 0:
+                progress(f"trained weights: step {step + 1} of {steps}")
+    state = {name: tensor.detach().cpu() for name, tensor in loop.detector.state_dict().items()}
+    aside = path.with_suffix(".part")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(state, aside)
+    aside.replace(path)
+    return state
+
+
+def weights_arm(experiment: Experiment) -> Arm:
+    """Returns the arm whose weights are evaluated, and trained on."""
+    return Arm("weights", experiment.against, experiment.seed)
+
+
+def steps_of_weights(experiment: Experiment) -> int:
+    """Returns how long these weights are trained: not at all where `model.weights` brings trained ones."""
+    trained = experiment.configs[experiment.against].model.weights is not None
+    return 0 if trained else int(experiment.settings.evaluation.steps)
+
+
 def describe(arm: Arm) -> str:
     """Names an arm for a line of progress."""
     fault = f", {arm.fault} x {arm.fault_size:g}" if arm.fault is not None else ""
-    return f"arm {arm.name} ({arm.op}, seed {arm.seed}{fault})"
+    start = f", after {arm.trained_steps} steps" if arm.trained_steps else ""
+    return f"arm {arm.name} ({arm.op}, seed {arm.seed}{start}{fault})"
 
 
 def find_op_evidence(profiled: profile) -> dict[str, int]:
@@ -116,7 +150,8 @@ def _run(
     experiment: Experiment, arm: Arm, num_steps: int, total_steps: int, identity: str, progress: Progress
 ) -> Recording:
     began = time.perf_counter()
-    loop = TrainingLoop(experiment, arm, total_steps)
+    weights = train_weights(experiment, progress) if arm.trained_steps else None
+    loop = TrainingLoop(experiment, arm, total_steps, weights)
     recording = Recording(arm, identity, hash_weights(loop.detector.state_dict()), {}, {}, [], [], [], {}, 0.0)
     os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # the profiler reports its own start and end to the terminal
     activities = [ProfilerActivity.CPU]

@@ -73,6 +73,13 @@ def _margins(margins: Mapping[str, Any]) -> str:
 
 
 def _trajectory(data: Document, manifest: Document) -> list[Block]:
+    blocks = _segment(data)
+    if "trained" in data:
+        blocks += [Heading("From trained weights", 3), *_segment(data["trained"])]
+    return blocks
+
+
+def _segment(data: Document) -> list[Block]:
     base, other = data["base"], data["other"]
     blocks: list[Block] = []
     for comparison in data["comparisons"]:

@@ -8,14 +8,14 @@ from functools import partial
 from parity.arms import Arm, Experiment
 from parity.cases import Case
 from parity.ensemble import compare_outcomes, outcome
-from parity.evaluation import compare_evaluations, control_arms, evaluate_arm, train_weights
+from parity.evaluation import compare_evaluations, control_arms, evaluate_arm
 from parity.faults import FAULTS, Fault
 from parity.interception import op_of
 from parity.model_level import in_strict_fp32, judge_model, take_baseline, take_snapshot
 from parity.op_level import compare_cases
-from parity.recording import Progress, record
+from parity.recording import Progress, record, train_weights
 from parity.results import Check, LevelResult, Verdict, judge
-from parity.trajectory import check_curves, compare_curves, record_controls
+from parity.trajectory import check_curves, compare_curves, record_controls, segments_of
 from parity.workers import Workers
 
 QUESTION = "Does each level fail a broken op, and how small a fault does it still see?"
@@ -177,16 +177,19 @@ def _detect_in_model(experiment: Experiment, progress: Progress) -> Detect:
 
 def _detect_in_trajectory(experiment: Experiment, progress: Progress) -> Detect:
     settings = experiment.settings.trajectory
-    base, controls = record_controls(experiment, experiment.against, settings.steps, progress)
+    segments = segments_of(experiment)
+    recorded = [record_controls(experiment, experiment.against, segment, progress) for segment in segments]
 
-    def detect(fault: Fault, size: float) -> bool:
+    def detect_in(number: int, fault: Fault, size: float) -> bool:
+        (base, controls), num_steps = recorded[number], segments[number].steps
         arm = replace(base.arm, name="broken", fault=fault.name, fault_size=size)
-        num_steps = min(experiment.settings.sensitivity.steps, settings.steps)
-        other = record(experiment, arm, num_steps, progress, total_steps=settings.steps)
+        first = min(experiment.settings.sensitivity.steps, num_steps)
+        other = record(experiment, arm, first, progress, total_steps=num_steps)
         compared = [compare_curves(name, base, controls, other, settings) for name in base.curves]
         return _failed(check_curves(compared, settings))
 
-    return detect
+    # Trained weights, the last segment, show more.
+    return lambda fault, size: any(detect_in(number, fault, size) for number in reversed(range(len(segments))))
 
 
 def _detect_in_ensemble(experiment: Experiment, progress: Progress) -> Detect:

@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -102,7 +103,10 @@ def _shared_levels(
     experiment: Experiment, names: Sequence[str], workers: Workers, trainings: Sequence[Training]
 ) -> dict[str, Level]:
     """Has processes begin with all trainings, and returns the levels, which wait for theirs and read them back."""
-    futures = {training: workers.start(training) for training in trainings}
+    futures: dict[Training, Future[None]] = {}
+    for training in trainings:  # the first are the weights that others start from
+        after = next(iter(futures.values())) if training.arm.trained_steps else None
+        futures[training] = workers.start(training, after)
     begun = begin_untrained(experiment, workers) if "sensitivity" in names else None
 
     def waiting(name: str, level: Level) -> Level:

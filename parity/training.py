@@ -3,7 +3,7 @@
 import gc
 import hashlib
 import json
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -64,9 +64,12 @@ class TrainingLoop:
         experiment: configurations and device.
         arm: which op, seed and fault.
         total_steps: length of the learning-rate schedule.
+        weights: state of a detector to start from; None for initial weights.
     """
 
-    def __init__(self, experiment: Experiment, arm: Arm, total_steps: int) -> None:
+    def __init__(
+        self, experiment: Experiment, arm: Arm, total_steps: int, weights: Mapping[str, Tensor] | None = None
+    ) -> None:
         gc.collect()  # loops before this one, which hooks and schedules hold in cycles together with all their weights
         config = experiment.config_of(arm)
         self.arm = arm
@@ -75,7 +78,7 @@ class TrainingLoop:
         self._autocast_dtype = autocast_dtype(config)
         set_flags(config)
         data = build_data(config)
-        self.detector = build_detector(config, data, arm).to(self.device).train()
+        self.detector = build_detector(config, data, arm, weights).to(self.device).train()
         self._optimizer = self.detector.optimizer_settings.build(self.detector.model)
         self._scheduler = build_scheduler(self.detector.schedule, self._optimizer, total_steps, max_epochs=1)
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=self._autocast_dtype == torch.float16)
@@ -191,8 +194,10 @@ def _build_data(settings: str) -> CocoDataModule:
     return data
 
 
-def build_detector(config: DictConfig, data: CocoDataModule, arm: Arm) -> Detector:
-    """Builds a detector on the CPU, its weights drawn from the arm's seed, roughened, and nudged as the arm says."""
+def build_detector(
+    config: DictConfig, data: CocoDataModule, arm: Arm, weights: Mapping[str, Tensor] | None = None
+) -> Detector:
+    """Builds a detector on the CPU; its weights are those given or drawn from the arm's seed, roughened, and nudged."""
     config.num_classes = data.num_classes
     torch.manual_seed(arm.seed)
     detector = Detector(
@@ -205,6 +210,8 @@ def build_detector(config: DictConfig, data: CocoDataModule, arm: Arm) -> Detect
     )
     if config.model.weights is None:
         roughen_attention(detector.model, config.parity.roughness, arm.seed)
+    if weights is not None:
+        detector.load_state_dict(weights)
     if arm.nudge:
         nudge_weights(detector.model, arm.nudge)
     if config.compile:

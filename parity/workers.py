@@ -33,6 +33,7 @@ class Workers:
     def __init__(self, experiment: Experiment, count: int, progress: Progress) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would share a CUDA context, which CUDA forbids
         self.count = count
+        self._closed = False
         self._lines: SimpleQueue[str | None] = context.SimpleQueue()
         self._listener = threading.Thread(target=self._listen, args=(progress,), daemon=True)
         self._listener.start()
@@ -47,12 +48,26 @@ class Workers:
     ) -> None:
         self.close()
 
-    def start(self, work: Work) -> "Future[Any]":
-        """Puts a piece of work at the end of the queue."""
-        return self._pool.submit(_do, work)
+    def start(self, work: Work, after: "Future[Any] | None" = None) -> "Future[Any]":
+        """Puts a piece of work at the end of the queue, once another one is done if it needs what that leaves."""
+        if after is None:
+            return self._pool.submit(_do, work)
+        promised: Future[Any] = Future()
+
+        def begin(done: "Future[Any]") -> None:
+            if self._closed:
+                promised.cancel()
+            elif done.cancelled() or done.exception() is not None:
+                _pass_on(done, promised)
+            else:
+                self.start(work).add_done_callback(lambda found: _pass_on(found, promised))
+
+        after.add_done_callback(begin)
+        return promised
 
     def close(self) -> None:
         """Ends the processes, after the pieces that have begun."""
+        self._closed = True
         self._pool.shutdown(cancel_futures=True)
         if self._listener.is_alive():
             self._lines.put(None)
@@ -61,6 +76,16 @@ class Workers:
     def _listen(self, progress: Progress) -> None:
         while (line := self._lines.get()) is not None:
             progress(line)
+
+
+def _pass_on(done: "Future[Any]", promised: "Future[Any]") -> None:
+    """Gives a promised future the end of another one."""
+    if done.cancelled():
+        promised.cancel()
+    elif (error := done.exception()) is not None:
+        promised.set_exception(error)
+    else:
+        promised.set_result(done.result())
 
 
 # What a process of the pool works on, set when it begins.

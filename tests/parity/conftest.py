@@ -14,6 +14,7 @@ FEWER = (
     "against=reference",
     "parity.model.controls=2",
     "parity.trajectory.steps=4",
+    "parity.trajectory.trained_steps=3",
     "parity.trajectory.controls=2",
     "parity.ensemble.pairs=3",
     "parity.ensemble.steps=3",

@@ -7,6 +7,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from models.weight_hash import hash_weights
 from parity.arms import ROOT, Arm, load_experiment
 from parity.cases import DEFAULT_CASES
 from parity.ensemble import compare_outcomes, run_ensemble
@@ -17,12 +18,11 @@ from parity.evaluation import (
     control_arms,
     evaluate_arm,
     run_evaluation,
-    train_weights,
 )
 from parity.faults import FAULTS
 from parity.model_level import in_strict_fp32, judge_model, run_model_level, take_baseline, take_snapshot
 from parity.op_level import run_op_level
-from parity.recording import record
+from parity.recording import record, train_weights
 from parity.results import Verdict
 from parity.sensitivity import check_faults, find_smallest, required_levels
 from parity.step_time import judge_speed, run_speed
@@ -33,6 +33,7 @@ from parity.trajectory import (
     divergence_step,
     record_controls,
     run_trajectory,
+    segments_of,
 )
 
 SEEN_BY_MODEL = [fault for fault in FAULTS if "model" in fault.seen_by]
@@ -59,7 +60,7 @@ def baseline(strict):
 
 @pytest.fixture(scope="module")
 def controls(experiment):
-    return record_controls(experiment, "reference", experiment.settings.trajectory.steps, silent)
+    return record_controls(experiment, "reference", segments_of(experiment)[0], silent)
 
 
 def test_op_level(experiment):
@@ -98,6 +99,29 @@ def test_trajectory(experiment):
     assert result.data["divergence"]["B"] is None
     assert set(result.data["changed_assignments"]["B"]) == {0.0}
     assert result.data["comparisons"][0]["differences"] == [0.0] * 4
+    assert result.data["trained"]["comparisons"][0]["differences"] == [0.0] * 3
+    assert {name for name in verdicts(result) if "gradient of all" in name} == {
+        "curve: gradient of all",
+        "curve: gradient of all, trained weights",
+    }
+
+
+def test_the_second_part_of_a_trajectory_starts_from_trained_weights(experiment, controls):
+    _, trained = segments_of(experiment)
+    assert trained == (3, experiment.settings.evaluation.steps)
+    base, others = record_controls(experiment, "reference", trained, silent)
+    assert base.initial_weights == hash_weights(train_weights(experiment, silent))
+    assert base.initial_weights != controls[0].initial_weights
+    assert [other.initial_weights == base.initial_weights for other in others] == [True, False, False]
+    assert base.hash != controls[0].hash
+
+
+@pytest.mark.parametrize("given", ["model.weights={}", "import={}", "parity.trajectory.trained_steps=0"])
+def test_weights_are_trained_where_none_are_given_and_some_are_wanted(overrides, given, tmp_path):
+    path = tmp_path / "given"
+    path.touch()
+    experiment = load_experiment([*overrides, given.format(path)])
+    assert [segment.trained_steps for segment in segments_of(experiment)] == [0]
 
 
 @pytest.mark.parametrize("fault", SEEN_BY_TRAJECTORY, ids=lambda fault: fault.name)
@@ -146,6 +170,28 @@ def test_a_curve_that_ends_in_nan_is_outside(experiment, controls):
     comparison = compare_curves("loss", base, others, replace(base, curves=curves), experiment.settings.trajectory)
     assert (comparison.share_inside, comparison.first_outside) == (0.5, 2)
     assert divergence_step(base.loss, curves["loss"], 1e-3) == 2
+
+
+def test_the_envelope_is_that_of_the_last_steps_and_the_first_steps_must_all_lie_inside(experiment, controls):
+    settings = OmegaConf.merge(experiment.settings.trajectory, {"envelope_steps": 3, "strict_steps": 5})
+
+    def verdict(differences: dict[int, float]) -> tuple[Verdict, list[float | None]]:
+        base, control, other = (
+            replace(controls[0], curves={"loss": [1.0 + moved.get(step, 0.0) for step in range(40)]})
+            for moved in ({}, {0: 0.5, 1: 0.01, 10: -0.02}, differences)
+        )
+        comparison = compare_curves("loss", base, [control], other, settings)
+        return check_curves([comparison], settings)[0].verdict, comparison.envelope
+
+    sound, envelope = verdict({})
+    assert sound is Verdict.PASS
+    floor = settings.floor_ulps * 2**-23
+    assert envelope[:6] == pytest.approx([5.0] * 4 + [0.1, floor])
+    assert envelope[9:15] == pytest.approx([floor] + [0.2] * 4 + [floor])
+    assert verdict({4: 0.09, 10: 0.19})[0] is Verdict.PASS
+    assert verdict({4: 0.11})[0] is Verdict.FAIL
+    assert verdict({20: 0.11})[0] is Verdict.PASS  # 39 of 40 steps
+    assert verdict({20: 0.11, 21: 0.11, 22: 0.11})[0] is Verdict.FAIL
 
 
 def test_changed_assignments_are_counted_layer_by_layer(controls):

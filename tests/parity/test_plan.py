@@ -11,14 +11,15 @@ from parity.suite import LEVELS
 def test_all_levels_share_arms_and_the_longest_begins(overrides):
     experiment = load_experiment([*overrides, "parity.evaluation.steps=9", "parity.workers=2"])
     trainings = plan_trainings(experiment, list(LEVELS))
-    # A, A', A+1, A+2 and B; 3 pairs; one set of weights.
-    assert [training.level for training in trainings] == ["evaluation", *["trajectory"] * 5, *["ensemble"] * 6]
-    assert [training.num_steps for training in trainings] == [9, *[4] * 5, *[3] * 6]
+    # One set of weights; A, A', A+1, A+2 and B from initial weights and from those; 3 pairs.
+    assert [training.level for training in trainings] == [*["trajectory"] * 11, *["ensemble"] * 6]
+    assert [training.num_steps for training in trainings] == [9, *[4] * 5, *[3] * 11]
+    assert [training.arm.trained_steps for training in trainings] == [*[0] * 6, *[9] * 5, *[0] * 6]
     lines = describe_plan(experiment, list(LEVELS), trainings)
-    broken = len(FAULTS) * 3 * 3  # three sizes, three steps
-    head = f"training: {9 + 5 * 4 + 6 * 3 + broken} steps, 2 at a time, about 0.1 minutes at 0.05 s a step"
+    broken = len(FAULTS) * 3 * (3 + 3)  # three sizes, three steps from each start
+    head = f"training: {9 + 5 * (4 + 3) + 6 * 3 + broken} steps, 2 at a time, about 0.1 minutes at 0.05 s a step"
     assert lines[0] == head
-    assert "  trajectory: arms 5, steps 20" in lines
+    assert "  trajectory: arms 11, steps 44" in lines
     assert f"  sensitivity: broken arms, at most {broken} steps" in lines
 
 

@@ -1,10 +1,13 @@
 """Processes train what the calling process would, report their lines, and hand on what goes wrong."""
 
+import time
+from functools import partial
+
 import pytest
 
-from parity.arms import Arm, arm_hash, load_experiment
+from parity.arms import Arm, Experiment, arm_hash, load_experiment
 from parity.plan import Training
-from parity.recording import record
+from parity.recording import Progress, record
 from parity.sensitivity import begin_untrained, run_sensitivity
 from parity.suite import run_suite
 from parity.workers import Workers
@@ -44,9 +47,34 @@ def test_levels_read_back_what_processes_trained(overrides, tmp_path):
         lines.append,
     )
     assert verdict.exit_code == 0
-    assert sum(line.endswith("4 steps, read back") for line in lines) == 4
-    assert sum("step 4 of 4" in line for line in lines) == 4
-    assert len(list((tmp_path / "arms").glob("*.json"))) == 4
+    for steps in (4, 3):  # from initial weights, and from trained ones
+        assert sum(line.endswith(f"{steps} steps, read back") for line in lines) == 4
+        assert sum(f"step {steps} of {steps}" in line for line in lines) == 4
+    assert len(list((tmp_path / "arms").glob("*.json"))) == 8
+    assert sum(line == "trained weights: step 2 of 2" for line in lines) == 1
+
+
+def test_work_that_needs_other_work_begins_after_it_and_ends_with_it(experiment):
+    with Workers(experiment, 2, silent) as workers:
+        first = workers.start(partial(_take, 0.5))
+        second = workers.start(partial(_take, 0.0), after=first)
+        assert second.result() > first.result()
+        broken = workers.start(_break)
+        with pytest.raises(ValueError, match="broken"):
+            workers.start(partial(_take, 0.0), after=broken).result()
+        slow = workers.start(partial(_take, 0.5))
+        late = workers.start(partial(_take, 0.0), after=slow)
+    assert slow.done()
+    assert late.cancelled()
+
+
+def _take(seconds: float, experiment: Experiment, progress: Progress) -> float:
+    time.sleep(seconds)
+    return time.time()
+
+
+def _break(experiment: Experiment, progress: Progress) -> None:
+    raise ValueError("broken")
 
 
 def test_faults_are_measured_while_a_level_before_waits(overrides, tmp_path):
