@@ -246,7 +246,7 @@ def _op_cells(rows: Sequence[dict[str, Any]]) -> list[Cells]:
 
 def _op_headline(rows: Sequence[dict[str, Any]]) -> list[Cells]:
     """A row for the sum of both passes of each of `HEADLINE_PRESETS`."""
-    cells = []
+    cells: list[Cells] = []
     for preset in HEADLINE_PRESETS:
         calls = [row for row in rows if (row["preset"], row["dtype"]) == (preset, HEADLINE_DTYPE)]
         times = {row["implementation"]: sum(_op_times(row)) for row in calls[::-1] if row["status"] == "timed"}

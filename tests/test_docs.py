@@ -11,11 +11,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from parity.presets import PRESETS
 from parity.roofline import predict_traffic
+from parity.step_benchmark import StepCase
+from parity.step_peer import make_job
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -98,7 +101,10 @@ def check_script(module, words, monkeypatch):
     monkeypatch.setattr(script, "leave_interpreter", lambda: None, raising=False)  # would start the process anew
     with pytest.raises(Parsed) as caught:
         script.main(words) if script.main.__code__.co_argcount else script.main()
-    compose_overrides("train", getattr(caught.value.args[0], "overrides", []))
+    options = caught.value.args[0]
+    compose_overrides("train", getattr(options, "overrides", []))
+    if getattr(options, "against", None):
+        make_job(options.against, StepCase(tuple(options.overrides), 1, 64, 64, 1), torch.device("cpu"))
 
 
 def check_command(line, monkeypatch):
@@ -134,6 +140,7 @@ def test_command_is_understood(page, line, monkeypatch):
         "python -m parity speed parity=quickest",
         "python -m scripts.benchmark op --preset",
         "python -m scripts.predict photos --modell x",
+        "python -m scripts.benchmark step model=deformable_detr --against hf",
         "make coffee",
         "curl somewhere",
     ],
