@@ -186,7 +186,8 @@ class RunPanels(Callback):
 def _scores(trainer: Trainer) -> dict[str, str]:
     """The rows on AP, in percent: of the last evaluation, and the best one."""
     values = {name: float(trainer.callback_metrics.get(f"val/{name}", math.nan)) for name in METRICS}
-    rows = {"AP": "  ".join(f"{name} {100 * value:.1f}" for name, value in values.items() if not math.isnan(value))}
+    told = [f"{name}\N{NO-BREAK SPACE}{100 * value:.1f}" for name, value in values.items() if not math.isnan(value)]
+    rows = {"AP": "  ".join(told)}
     if not rows["AP"]:
         return {}
     for callback in trainer.checkpoint_callbacks:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_only
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 import msda_op
@@ -17,6 +17,7 @@ from models.layers.ms_deform_attn import MSDeformAttn
 
 LEVEL_COLOURS = ("#e6194b", "#f58231", "#ffe119", "#3cb44b", "#4363d8", "#911eb4", "#46f0f0", "#f032e6")
 _DRAWN_WIDTH = 960
+_FONT_SIZE = 16
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +135,7 @@ def sampling_of(
 def draw_dots(
     image: Image.Image, locations: Tensor, weights: Tensor, box_xyxy: tuple[float, float, float, float]
 ) -> Image.Image:
-    """Draws the samples of one query onto an enlarged copy of its image.
+    """Draws the samples of one query onto an enlarged copy of its image, with a line below that explains them.
 
     Args:
         image: The padded image that the levels span.
@@ -158,7 +159,22 @@ def draw_dots(
                 fill=colour,
                 outline="black",
             )
-    return panel
+    return _add_legend(panel, locations.shape[1])
+
+
+def _add_legend(panel: Image.Image, levels: int) -> Image.Image:
+    """Returns the picture above a line that says what colours and sizes mean."""
+    height = _FONT_SIZE + 12
+    picture = Image.new("RGB", (panel.width, panel.height + height), "white")
+    picture.paste(panel)
+    draw, font, left = ImageDraw.Draw(picture), ImageFont.load_default(_FONT_SIZE), 8.0
+    words = [(f"level {level}", LEVEL_COLOURS[level % len(LEVEL_COLOURS)]) for level in range(levels)]
+    for text, colour in (*words, ("size: attention weight; white: the query's box", "black")):
+        draw.text((left, panel.height + 4), text, fill="black", font=font)
+        end = left + draw.textlength(text, font=font)
+        draw.line((left, picture.height - 3, end, picture.height - 3), fill=colour, width=4)
+        left = end + 20
+    return picture
 
 
 def _box_in_pixels(output: Any, batch: dict[str, Any], place: int) -> tuple[float, float, float, float]:

@@ -37,6 +37,11 @@ def test_dots_are_where_the_samples_are():
     assert colours == list(LEVEL_COLOURS[:2])
     assert picture.getpixel((480, 240)) == (0, 0, 0)
     assert picture.getpixel((9, 5)) == (255, 255, 255)
+    assert picture.width == 960
+    assert picture.height > 480
+    underlined = {picture.getpixel((x, picture.height - 3)) for x in range(960)}
+    named = {"#{:02x}{:02x}{:02x}".format(*colour) for colour in underlined}
+    assert named == {"#ffffff", "#000000", *LEVEL_COLOURS[:2]}
 
 
 def test_what_is_missing_is_said_with_the_extra_that_brings_it(tmp_path, monkeypatch, caplog):
