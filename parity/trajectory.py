@@ -54,38 +54,33 @@ class CurveComparison:
 def run_trajectory(experiment: Experiment, progress: Progress) -> LevelResult:
     """Compares the curves of the op under test, or of an imported recording, with those of the op beside it.
 
-    With `export` the op's own curve is written to a file; with `import` the curve in a file takes the place of the op
-    under test, and the same op, run now, that of the one it is compared with.
+    With `export` the op's own curve from initial weights is written to a file; with `import` the curve in a file takes
+    the place of the op under test, and the same op, run now, that of the one it is compared with.
     """
     config = experiment.configs[experiment.against]
-    imported = config["import"]
     settings = experiment.settings.trajectory
-    base_op = base_op_of(experiment)
-    base, controls = record_controls(experiment, base_op, segments_of(experiment)[0], progress)
-    checks = []
-    if imported is None:
-        other = record(experiment, experiment.arm_under_test(experiment.seed), settings.steps, progress)
-    else:
-        other, identity = _import_curve(Path(imported))
-        same = identity == config_hash(experiment.configs[experiment.op])
-        words = "the imported curve has this configuration" if same else "refused: it was recorded with another one"
-        checks.append(guard("configuration", same, words))
-    if config.export is not None:
-        own = base if base_op == experiment.op else other
-        _export_curve(Path(config.export), own, config_hash(experiment.configs[experiment.op]))
-    checks += check_arms(base, other, experiment.settings.min_loss_change)
-    if config.trainer.deterministic is True:
-        same = controls[0].curves == base.curves
-        detail = "A again is A bit for bit" if same else "A again is not A bit for bit"
-        checks.append(Check("deterministic mode", judge(same), detail))
-    found, data = _compare_segment(base, controls, other, settings)
-    checks += found
-    for segment in segments_of(experiment)[1:]:
+    base_op, identity = base_op_of(experiment), config_hash(experiment.configs[experiment.op])
+    checks: list[Check] = []
+    data: dict[str, Any] = {}
+    for segment in segments_of(experiment):
         base, controls = record_controls(experiment, base_op, segment, progress)
-        arm = replace(experiment.arm_under_test(experiment.seed), trained_steps=segment.trained_steps)
-        other = record(experiment, arm, segment.steps, progress)
-        found, data["trained"] = _compare_segment(base, controls, other, settings)
-        checks += [replace(check, name=f"{check.name}, trained weights") for check in found]
+        if config["import"] is None:
+            arm = replace(experiment.arm_under_test(experiment.seed), trained_steps=segment.trained_steps)
+            other = record(experiment, arm, segment.steps, progress)
+        else:
+            other, its_identity = _import_curve(Path(config["import"]))
+            same = its_identity == identity
+            words = "the imported curve has this configuration" if same else "refused: it was recorded with another one"
+            checks.append(guard("configuration", same, words))
+        found, compared = _compare_segment(experiment, base, controls, other)
+        if segment.trained_steps:
+            checks += [replace(check, name=f"{check.name}, trained weights") for check in found]
+            data["trained"] = compared
+        else:
+            checks += found
+            data |= compared
+            if config.export is not None:
+                _export_curve(Path(config.export), base if base_op == experiment.op else other, identity)
     margins = {
         "envelope": f"{settings.envelope_factor:g} x the largest difference of the controls in the last "
         f"{settings.envelope_steps} steps, at least {settings.floor_ulps} float32 units in the last place",
@@ -109,8 +104,15 @@ def segments_of(experiment: Experiment) -> list[Segment]:
 
 
 def _compare_segment(
-    base: Recording, controls: Sequence[Recording], other: Recording, settings: DictConfig
+    experiment: Experiment, base: Recording, controls: Sequence[Recording], other: Recording
 ) -> tuple[list[Check], dict[str, Any]]:
+    """Returns checks of conditions and curves, and what the report draws."""
+    settings = experiment.settings.trajectory
+    checks = check_arms(base, other, experiment.settings.min_loss_change)
+    if experiment.configs[base.arm.op].trainer.deterministic is True:
+        same = controls[0].curves == base.curves
+        detail = "A again is A bit for bit" if same else "A again is not A bit for bit"
+        checks.append(Check("deterministic mode", judge(same), detail))
     comparisons = [compare_curves(name, base, controls, other, settings) for name in base.curves]
     data = {
         "steps": base.num_steps,
@@ -123,7 +125,7 @@ def _compare_segment(
         },
         "changed_assignments": {each.arm.name: changed_assignments(base, each) for each in (*controls, other)},
     }
-    return check_curves(comparisons, settings), data
+    return [*checks, *check_curves(comparisons, settings)], data
 
 
 def record_controls(
