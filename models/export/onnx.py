@@ -15,8 +15,9 @@ from models.export.inference import INPUT_NAMES, OUTPUT_NAMES, InferenceModule, 
 from models.export.programs import StaticProgram, example_inputs, program_name
 from models.export.recipe import Precision, Source
 
-OPSETS = range(16, 21)
-"""From the first one that has GridSample to the last one that the exporter and onnxruntime agree on."""
+OPSETS = range(18, 21)
+"""From the first one that PyTorch's exporter writes (GridSample alone would be content with 16) to the last one that it
+and onnxruntime agree on."""
 
 
 class OnnxFormat:
@@ -34,8 +35,8 @@ class OnnxFormat:
         """
         if opset not in OPSETS:
             raise ValueError(
-                f"opset must be {OPSETS[0]} to {OPSETS[-1]}, got {opset}; earlier ones have no GridSample, later ones "
-                "have operators that onnxruntime may lack"
+                f"opset must be {OPSETS[0]} to {OPSETS[-1]}, got {opset}; PyTorch writes no earlier ones, and later "
+                "ones have operators that onnxruntime may lack"
             )
         self.settings: dict[str, Any] = {"opset": opset}
 

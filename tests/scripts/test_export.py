@@ -13,6 +13,8 @@ import torch
 from hydra import compose, initialize_config_dir
 from PIL import ExifTags, Image
 
+from models.export.agreement import compare_results, read_results
+from models.export.certificate import Tolerance
 from scripts.export import run_export
 from scripts.predict import main
 
@@ -70,6 +72,16 @@ def workspace(tmp_path_factory):
     return folder
 
 
+def export_onnx(workspace: Path) -> None:
+    """Exports the training run to `onnx`, for the first test that wants it."""
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    if not (workspace / "onnx").exists():
+        exported = run(workspace, "-m", "scripts.export", "ckpt=last.ckpt", "format=onnx", "out=onnx")
+        assert exported.returncode == 0, exported.stderr
+        assert "bucket 64x64 against eager fp32: " in exported.stdout
+
+
 @pytest.fixture
 def photos(tmp_path):
     """A plain photo, one that a camera turned, and a broken one."""
@@ -84,11 +96,7 @@ def photos(tmp_path):
 
 
 def test_an_artefact_finds_what_its_checkpoint_finds(workspace, predict):
-    for package in ("onnx", "onnxscript", "onnxruntime"):
-        pytest.importorskip(package)
-    exported = run(workspace, "-m", "scripts.export", "ckpt=last.ckpt", "format=onnx", "out=onnx")
-    assert exported.returncode == 0, exported.stderr
-    assert "bucket 64x64 against eager fp32: " in exported.stdout
+    export_onnx(workspace)
     (annotations,) = workspace.glob("synthetic/*/annotations/instances_val.json")
     images = annotations.parent.parent / "val"
     found = {}
@@ -238,15 +246,37 @@ def test_annotations_with_other_category_ids_are_matched_by_name(workspace, pred
     assert "give an annotation file with categories of these names or leave --annotations out" in messages
 
 
-def test_odd_images_are_survived(predict, tmp_path):
+@pytest.mark.parametrize(("model", "options"), [("last.ckpt", ["--batch-size", "4"]), ("onnx", [])])
+def test_odd_images_are_survived(workspace, predict, tmp_path, model, options):
     if "ODD_INPUTS_DIR" not in os.environ:
         pytest.skip("needs ODD_INPUTS_DIR")
     images = Path(os.environ["ODD_INPUTS_DIR"]) / "images"
-    status, _, messages = predict(images, "last.ckpt", "--out", tmp_path, "--batch-size", "4")
+    if model == "onnx":
+        export_onnx(workspace)
+    status, _, messages = predict(images, model, "--out", tmp_path, *options)
     assert status == 1
     assert "9 images, 2 skipped" in messages
     for name in ("broken.png", "truncated_jpeg.jpg"):
         assert f"skipped {images / name}" in messages
+
+
+def test_onnx_finds_what_its_checkpoint_finds_in_real_images(workspace, predict, tmp_path):
+    if "COCO_SUBSET_DIR" not in os.environ:
+        pytest.skip("needs COCO_SUBSET_DIR")
+    export_onnx(workspace)
+    (tmp_path / "images").mkdir()
+    for image in sorted((Path(os.environ["COCO_SUBSET_DIR"]) / "val2017").iterdir())[:20]:
+        (tmp_path / "images" / image.name).symlink_to(image)
+    found = []
+    for model in ("last.ckpt", "onnx"):
+        status, _, messages = predict(tmp_path / "images", model, "--out", tmp_path / model, "--no-pictures")
+        assert status == 0, messages
+        found.append(read_results(tmp_path / model / "detections.json"))
+    assert len({row["image_id"] for row in found[0]}) == 20
+    bounds = Tolerance(score=1e-3, box_px=0.1, min_score=0.0)
+    assert compare_results(*found).within(bounds)
+    found[1][0] = {**found[1][0], "score": found[1][0]["score"] + 2e-3}
+    assert not compare_results(*found).within(bounds)
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,7 @@ def test_level_tables_of_all_attention_calls_are_kept(module):
 PRECISIONS = {
     "bf16": Precision(torch.bfloat16, True),
     "fp16": Precision(torch.float16, True),
+    "tf32": Precision(torch.float32, True),
     "fp32": Precision(torch.float32, False),
 }
 

@@ -84,8 +84,8 @@ def test_predictor_fills_batches_and_refuses_what_fits_no_bucket(artefact, sourc
 
 
 def test_what_onnx_cannot_hold_is_refused():
-    for opset in (15, 21):
-        with pytest.raises(ValueError, match=f"opset must be 16 to 20, got {opset}"):
+    for opset in (17, 21):
+        with pytest.raises(ValueError, match=f"opset must be 18 to 20, got {opset}"):
             OnnxFormat(opset=opset)
     for precision in (Precision(torch.bfloat16, True), Precision(torch.float32, True)):
         with pytest.raises(ValueError, match=f"precision must be fp32 for ONNX, got {precision.name}"):
