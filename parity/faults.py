@@ -129,7 +129,7 @@ def _accumulate_in_bf16(
 
     values = _BrokenSum.apply(value, num_chunks, first_coarse, size)
     output = op(values, shapes, share_out(locations), share_out(weights))
-    return output.view(batch, num_chunks * chunk, -1)[:, :num_queries]
+    return output.view(batch, num_chunks * chunk, output.shape[-1])[:, :num_queries]
 
 
 FAULTS = (
@@ -180,7 +180,7 @@ class _BrokenSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        shares = gradient.unflatten(0, (-1, ctx.copies))
+        shares = gradient.unflatten(0, (len(gradient) // ctx.copies, ctx.copies))
         exact = shares.float().sum(1)
         rounded = torch.zeros_like(exact, dtype=torch.bfloat16)
         for share in shares.unbind(1):

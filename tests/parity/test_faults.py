@@ -6,7 +6,7 @@ import torch
 import msda_op
 from models.layers.ms_deform_attn import MSDeformAttn
 from parity.arms import Arm
-from parity.cases import Case, make_inputs
+from parity.cases import DEFAULT_CASES, Case, make_inputs
 from parity.comparisons import INPUT_NAMES, compare_op, evaluate
 from parity.faults import FAULTS, find_fault
 from parity.interception import op_of
@@ -36,6 +36,14 @@ def test_the_whole_fault_is_seen(fault, inputs):
     assert wrong
     if "gradient" in fault.name:
         assert "output" not in wrong
+
+
+@pytest.mark.parametrize("fault", OF_THE_OP, ids=lambda fault: fault.name)
+def test_every_case_can_be_broken(fault):
+    for case in DEFAULT_CASES:
+        inputs = make_inputs(case, torch.float32, torch.device("cpu"), seed=0)
+        found = evaluate(fault.break_op(REFERENCE, 1.0), inputs, INPUT_NAMES)
+        assert found["output"].shape == (case.batch, case.num_queries, case.num_heads * case.head_dim), case.name
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
