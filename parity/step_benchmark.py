@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from models.compilation import compile_regions
 from models.detector import Detector
+from models.environment import cut_folders
 from models.optimization import clip_gradients, measure_gradients
 from models.structures import Targets
 from parity.arms import ROOT
@@ -193,7 +194,7 @@ def describe_samples(case: StepCase, who: str, samples: Samples) -> dict[str, An
     walls, phases = samples
     return {
         "who": who,
-        "overrides": list(case.overrides),
+        "overrides": cut_folders(case.overrides),
         "batch": case.batch,
         "size_hw": [case.height, case.width],
         "boxes": case.boxes,

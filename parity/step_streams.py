@@ -17,6 +17,7 @@ from coco.collate import Batch
 from coco.datamodule import CocoDataModule
 from coco.transforms import scale_shorter_side
 from models.cuda_graphs import TrainingGraphs
+from models.environment import cut_folders
 from models.structures import Targets
 from parity.phases import synchronize
 from parity.step_benchmark import StepCase, SyntheticStep, TrainingBatch, compose_case, draw_batch, naming
@@ -207,7 +208,7 @@ def format_stream(row: dict[str, Any]) -> str:
 
 
 def _describe(case: StepCase, batch: int) -> dict[str, Any]:
-    return {"who": "triton-detr", "overrides": list(case.overrides), "batch": batch}
+    return {"who": "triton-detr", "overrides": cut_folders(case.overrides), "batch": batch}
 
 
 def _first_epoch(loader: Any, steps: int) -> Iterator[Batch]:

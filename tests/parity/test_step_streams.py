@@ -76,6 +76,16 @@ def test_a_row_of_many_sizes() -> None:
     assert "0 recompilations, 0 captures, 0 eager passes" in format_stream(row)
 
 
+@pytest.mark.gpu
+def test_graphs_are_captured_once_a_padded_size() -> None:
+    words = ("model=deformable_detr_tiny", "backbone=resnet18", "op=triton", "precision=bf16", "cuda_graphs=true")
+    case = StepCase((*words, *SMALL_SCALES), 2, 8, 8, 2)
+    row = measure_sizes(SyntheticStep(case, torch.device("cuda")), case, count=6, warmup=2, repeats=5)
+    assert row["captures"] == row["padded_sizes"] - 1, "the fixed size was captured in the warm-up"
+    assert row["eager_passes"] == 0
+    assert row["sizes_ms"]["median"] < row["first_round_ms"]["largest"]
+
+
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_recompilations_are_counted(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def compile_sizes(region: Region, backend: str) -> None:
@@ -125,6 +135,7 @@ def test_a_loader_beside_its_batches_on_the_device(num_workers: int, tmp_path: P
     assert seen[:5] == seen[5:10] == seen[10:], "the same batches each time"
     assert len(set(seen)) == 5
     assert f"with {num_workers} workers" in format_stream(row)
+    assert str(tmp_path.parent) not in json.dumps(row), "folders of this machine say nothing to others"
 
 
 def test_too_few_batches_are_refused(tmp_path: Path) -> None:
