@@ -1,7 +1,8 @@
 """Arguments, files and pictures of the benchmark; measuring itself needs a GPU."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from msda_op.triton import launch_table
 from msda_op.triton.launch_table import LaunchKey, LaunchShape, read_table
+from parity.inference_benchmark import Job, build_detector
 from parity.presets import Preset, make_preset_inputs
 from parity.speed import Workload
 from parity.step_benchmark import StepCase
@@ -234,6 +236,51 @@ def test_step_passes_its_options_on_and_writes_every_row(
     assert [each for _, _, each in seen] == [table, table]
     assert json.loads(out.read_text())["rows"] == [{"number": 0}, {"number": 1}] * 2
     assert capsys.readouterr().out == "row 0\nrow 1\n" * 2
+
+
+class FixedMeter:
+    """Runs each call once and gives fixed numbers."""
+
+    def __init__(self, repeats: int) -> None:
+        self._repeats = repeats
+
+    def wall_ms(self, call: Callable[[], Any]) -> list[float]:
+        call()
+        return [5.0] * self._repeats
+
+    def busy_ms(self, call: Callable[[], Any]) -> float:
+        return 2.0
+
+    def peak_mib(self, call: Callable[[], Any]) -> float:
+        return 1.0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
+def test_inference_writes_a_row_for_every_model_precision_and_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = [f"model.transformer.{key}=1" for key in ("num_encoder_layers", "num_decoder_layers")]
+    small += [f"model.transformer.{key}=32" for key in ("d_model", "dim_feedforward", "num_queries")]
+    small += ["backbone=resnet18", "op=reference", "data.eval_transform.size=64", "data.eval_transform.max_size=96"]
+
+    def build_small(job: Job, overrides: Sequence[str], device: torch.device) -> Any:
+        assert device.type == "cuda"
+        return build_detector(job, [*small, *overrides], torch.device("cpu"))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(benchmark, "read_gpu_state", lambda: None)
+    monkeypatch.setattr(benchmark, "build_detector", build_small)
+    monkeypatch.setattr(benchmark, "CudaInferenceMeter", FixedMeter)
+    out = tmp_path / "inference.json"
+    words = ["--models", "one_stage,dino", "--precisions", "bf16,fp32", "--batches", "1,2", "--contenders", "eager"]
+    words += ["--size", "64x96", "--set", "detector.top_k=7", "--repeats", "5", "--out", str(out)]
+    assert main(["inference", *words]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["model"], row["precision"], row["batch_size"]) for row in rows] == [
+        *product(("one_stage", "dino"), ("bf16", "fp32"), (1, 2))
+    ]
+    assert {row["status"] for row in rows} == {"timed"}
+    assert [row["wall_ms_per_image"] for row in rows] == [5.0, 2.5] * 4
 
 
 @pytest.mark.gpu
