@@ -122,6 +122,7 @@ def silence_dependencies() -> None:
     warnings.filterwarnings("ignore", message=r"The '\w+' does not have many workers")  # data.num_workers is explicit
     warnings.filterwarnings("ignore", message=r"The number of training batches \(\d+\) is smaller than the logging")
     warnings.filterwarnings("ignore", message=r"You're resuming from a checkpoint that ended before")  # ours can
+    warnings.filterwarnings("ignore", message=r"You requested to overfit but enabled train dataloader shuffling")
     warnings.filterwarnings("ignore", message=r"The dirpath has changed from")  # a resumed run has a folder of its own
     for name in _TALKERS:
         logging.getLogger(name).addFilter(lambda record: not record.getMessage().startswith(_NEEDLESS))

@@ -73,9 +73,9 @@ class RunPanels(Callback):
         epochs = "" if trainer.max_epochs in (None, -1) else f"{_counted(trainer.max_epochs, 'epoch')}, "
         steps = trainer.estimated_stepping_batches
         rows = {
-            "training": f"{_count(trainer.train_dataloader)} images an epoch, {epochs}{_counted(steps, 'step')}",
+            "training": f"{_images(trainer.train_dataloader)} an epoch, {epochs}{_counted(steps, 'step')}",
             "batch": _batch(trainer, trainer.train_dataloader.batch_size),  # type: ignore[union-attr]  # set by now
-            "validation": f"{_count(trainer.val_dataloaders)} images",
+            "validation": _images(trainer.val_dataloaders),
         }
         if trainer.global_step:
             rows["resumed"] = f"after {_counted(trainer.global_step, 'step')}"
@@ -89,7 +89,7 @@ class RunPanels(Callback):
         self._first_batch_ended = None
         if trainer.state.fn == "validate":
             rows = {
-                "validation": f"{_count(trainer.val_dataloaders)} images",
+                "validation": _images(trainer.val_dataloaders),
                 "run folder": relative_path(self.run_dir),
             }
             _print_panel("validation", {**self._describe(trainer, pl_module), **rows})
@@ -208,16 +208,16 @@ def _speed(trainer: Trainer, pl_module: LightningModule) -> dict[str, str]:
 
 def _batch(trainer: Trainer, size: int) -> str:
     """A step's images: of a process, processes, and batches that are accumulated."""
-    factors = [f"{size} images"]
+    factors = [_counted(size, "image")]
     factors += [f"{trainer.world_size} processes"] if trainer.world_size > 1 else []
     factors += [f"{trainer.accumulate_grad_batches} batches"] if trainer.accumulate_grad_batches > 1 else []
     total = size * trainer.world_size * trainer.accumulate_grad_batches
     return factors[0] if len(factors) == 1 else f"{' x '.join(factors)} = {total} images a step"
 
 
-def _count(loader: Any) -> int:
-    """Images of a loader, 0 without one."""
-    return 0 if loader is None else len(loader.dataset)
+def _images(loader: Any) -> str:
+    """How many images a loader has, 0 without one."""
+    return _counted(0 if loader is None else len(loader.dataset), "image")
 
 
 def _counted(number: float, noun: str) -> str:
