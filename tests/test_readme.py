@@ -105,7 +105,8 @@ def test_gpu_command_composes(line, data):
         for item in parsed
     ]
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        assert compose("train", overrides=first_choice).trainer.max_epochs > 0
+        trainer = compose("train", overrides=first_choice).trainer
+    assert max(trainer.max_epochs, trainer.max_steps) > 0
 
 
 @pytest.mark.gpu
