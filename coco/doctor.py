@@ -65,7 +65,9 @@ def examine_annotations(json_path: Path) -> tuple[Findings, AnnotationTable | No
         complete = {kind: _keep_complete(content[kind], kind, findings) for kind in REQUIRED_KEYS}
         categories = _keep_sound_categories(complete["categories"], findings)
         images = _keep_sound_images(complete["images"], findings)
-        sources = _keep_sound_annotations(complete, images, categories, findings)
+        listed = _find_ids(content["images"]), _find_ids(content["categories"])
+        sound_ids = _find_ids(images), _find_ids(categories)
+        sources = _keep_sound_annotations(complete["annotations"], listed, sound_ids, findings)
         for kind, kept in (("images", images), ("categories", categories)):
             if not kept:
                 findings.add("no images or no categories", f"no {kind} that are sound")
@@ -181,21 +183,31 @@ def _keep_distinct(entries: Sequence[dict[str, Any]], name: str, findings: Findi
     return list(kept.values())
 
 
+def _find_ids(entries: Sequence[Any]) -> set[int]:
+    """Returns the ids of entries, those that lack something else included."""
+    return {entry["id"] for entry in entries if isinstance(entry, dict) and is_id(entry.get("id"))}
+
+
 def _keep_sound_annotations(
-    complete: dict[str, list[dict[str, Any]]],
-    images: Sequence[dict[str, Any]],
-    categories: Sequence[dict[str, Any]],
+    annotations: Sequence[dict[str, Any]],
+    listed: tuple[set[int], set[int]],
+    sound: tuple[set[int], set[int]],
     findings: Findings,
 ) -> list[dict[str, Any]]:
-    """Returns the annotations with a box, of sound images and categories."""
-    listed = {kind: {e["id"] for e in complete[kind] if is_id(e["id"])} for kind in ("images", "categories")}
-    sound = {image["id"] for image in images}, {category["id"] for category in categories}
-    numbers = Counter(entry["id"] for entry in complete["annotations"] if is_id(entry["id"]))
+    """Returns the annotations with a box, of sound images and categories.
+
+    Args:
+        annotations: Those that have what detection needs.
+        listed: Ids of all images and categories of the file.
+        sound: Ids of those that are sound.
+        findings: Takes the faults.
+    """
+    numbers = Counter(entry["id"] for entry in annotations if is_id(entry["id"]))
     repeated = (number for number, count in numbers.items() if count > 1 or number == 0)
     findings.add_all("annotation id 0 or repeated", (f"annotation {number}" for number in repeated))
     kept = []
-    for entry in complete["annotations"]:
-        faults = list(_find_refused(entry, listed["images"], listed["categories"]))
+    for entry in annotations:
+        faults = list(_find_refused(entry, *listed))
         for kind, example in faults:
             findings.add(kind, example)
         _note_repaired(entry, findings)

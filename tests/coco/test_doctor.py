@@ -154,14 +154,17 @@ def test_ids_of_tables_are_numbers(write_json, sound):
 def test_what_is_sound_is_examined_beside_what_is_not(write_json, sound):
     """A fault does not hide others: what a person mends in one go needs one look."""
     sound["images"].append({"id": 3, "file_name": "c.png", "height": 0, "width": 60})
+    sound["images"].append({"id": 4, "file_name": "d.png", "width": 60})
     sound["annotations"] += [
         {**sound["annotations"][0], "id": 3, "bbox": [1, 2, 3]},
         {**sound["annotations"][0], "id": 4, "bbox": None, "category_id": 8},
         {**sound["annotations"][0], "id": 5, "image_id": 3},
         {**sound["annotations"][0], "id": 6, "bbox": [50, 5, 20, 10]},
+        {**sound["annotations"][0], "id": 7, "image_id": 4},
     ]
     findings, table = examine_annotations(write_json(sound))
     assert {kind: fault.count for kind, fault in findings.faults.items()} == {
+        "incomplete entry": 1,
         "image without a size": 1,
         "malformed box": 2,
         "unknown category": 1,
