@@ -1,10 +1,12 @@
 """Is training right with what makes a step fast? Levels of the parity suite with each switch, alone and together.
 
     python -m parity.step_switches parity=full op=triton against=reference precision=bf16 backbone.norm=frozen
-        data.root=/path/to/coco parity.workers=6
+        backbone.weights=/path/to/resnet50.pt data.root=/path/to/coco parity.workers=6
 
-The overrides are those of `python -m parity`. A results file gets the verdict of each level for each variant; the
-reports lie below the folder of `--reports`. Exit status: 0 for PASS, 1 for FAIL, 2 for INCONCLUSIVE.
+The overrides are those of `python -m parity`, and stand in front of the options. Norms are fused and folded where they
+are frozen, which wants weights: `imagenet`, or a file of torchvision's `resnet50().state_dict()`. A results file gets
+the verdict of each level for each variant; the reports lie below the folder of `--reports`. Exit status: 0 for PASS, 1
+for FAIL, 2 for INCONCLUSIVE.
 """
 
 import argparse
@@ -45,8 +47,8 @@ def words_of(variant: str) -> list[str]:
     if variant == ALL:
         return list(_ON)
     kept = {SWITCHES[name][-1] for name in (variant, _NEEDED.get(variant)) if name in SWITCHES}
-    off = dict.fromkeys(chain(*SWITCHES.values()))
-    return [*_ON, *(word for word in off if word not in kept)]
+    off = [word for word in dict.fromkeys(chain(*SWITCHES.values())) if word not in kept]
+    return [*(word for word in _ON if word.replace("true", "false") not in off), *off]
 
 
 def run_variants(
