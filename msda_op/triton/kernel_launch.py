@@ -6,7 +6,7 @@ dtypes, whether addresses are multiples of 16, and numbers. It gets addresses in
 which it would ask the driver where it lies.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -70,6 +70,27 @@ class Launch(NamedTuple):
             _compiled.clear()
         _compiled[key] = compiled
         return compiled
+
+
+def bind(compiled: Any, num_programs: int) -> Callable[..., None]:
+    """Returns a function that starts a compiled kernel on a grid, given its arguments, as `compiled[grid]` does.
+
+    Triton describes each launch to its hooks and calls them, which takes the host longer than the launch, and unless a
+    profiler has set some there are none.
+    """
+    start_with_hooks = compiled[num_programs, 1, 1]
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    driver, runtime = triton.runtime.driver.active, triton.knobs.runtime
+    get_device, get_stream = driver.get_current_device, driver.get_current_stream
+
+    def start(*arguments: Any) -> None:
+        entered, left = runtime.launch_enter_hook, runtime.launch_exit_hook
+        if getattr(entered, "calls", entered) or getattr(left, "calls", left):  # a chain of hooks, one, or None
+            start_with_hooks(*arguments)
+        else:
+            run(num_programs, 1, 1, get_stream(get_device()), function, metadata, None, None, None, *arguments)
+
+    return start
 
 
 @lru_cache

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from msda_op.triton.kernel_launch import Launch
+from msda_op.triton.kernel_launch import Launch, bind
 
 
 class Recipe(NamedTuple):
@@ -59,4 +59,4 @@ def write_recipe(launch: Launch, compiled: Any, tensors: Iterable[Tensor | None]
     if len(places) < sum(isinstance(argument, Tensor) for argument in arguments):
         return None
     constants = tuple(None if isinstance(argument, Tensor) else argument for argument in arguments)
-    return Recipe(compiled[launch.num_programs, 1, 1], constants, tuple(places))
+    return Recipe(bind(compiled, launch.num_programs), constants, tuple(places))

@@ -4,7 +4,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import triton
+
+from msda_op.triton.kernel_launch import bind
+from parity.compilation import CompileOnlyDriver
 
 # Runs without the interpreter, which compiles nothing. Kernels are compiled for a GPU that need not be there, and what
 # reaches the launcher is kept: grid and arguments, tensors by their addresses.
@@ -79,3 +88,42 @@ def test_launches_as_triton_does_and_tells_alignments_apart() -> None:
     assert [name for name, same in report["launches"] if not same] == []
     aligned, skewed = report["kernels"]
     assert aligned != skewed
+
+
+class Compiled:
+    """A compiled kernel that keeps how it is started: by itself, or through Triton's hooks."""
+
+    function, packed_metadata = 2, (4, 1, 0)
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[Any, ...]] = []
+        self.hooked: list[tuple[Any, ...]] = []
+
+    def run(self, *arguments: Any) -> None:
+        self.runs.append(arguments)
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        return lambda *arguments: self.hooked.append((grid, *arguments))
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_bound_kernel_calls_hooks_where_there_are_some(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=CompileOnlyDriver(90)))
+    compiled = Compiled()
+    start = bind(compiled, 7)
+    start(10, 11)
+    assert compiled.runs.pop() == (7, 1, 1, 0, 2, (4, 1, 0), None, None, None, 10, 11)
+    hook = getattr(triton.knobs.runtime, name)
+    hook.add(print)
+    try:
+        start(10, 11)
+    finally:
+        hook.remove(print)
+    assert compiled.hooked == [((7, 1, 1), 10, 11)]
+    monkeypatch.setattr(triton.knobs.runtime, name, print)
+    start(12)
+    assert compiled.hooked[1:] == [((7, 1, 1), 12)]
+    monkeypatch.setattr(triton.knobs.runtime, name, None)
+    start(13)
+    assert len(compiled.hooked) == 2
+    assert compiled.runs[0][-1] == 13

@@ -4,16 +4,20 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
+from msda_op.triton import launch_memory
 from msda_op.triton.kernel_launch import Launch
 from msda_op.triton.launch_memory import write_recipe
 
 # Runs without the interpreter, which has nothing to remember. Kernels are compiled for a GPU that need not be there,
-# and what Triton would hand to its launcher is kept: grid and arguments, tensors and addresses as their place in the
-# call.
+# and what Triton would hand to its launcher is kept: grid, stream, kernel and arguments, tensors and addresses as their
+# place in the call.
 LAUNCH = """
 import json
 import sys
@@ -34,7 +38,7 @@ handed = []
 
 def pretend_to_load(kernel):
     kernel.module, kernel.function = 1, 2
-    kernel._run = lambda *arguments: handed.append(arguments[:3] + arguments[9:])
+    kernel._run = lambda *arguments: handed.append(arguments[:6] + arguments[9:])
 
 CompiledKernel._init_handles = pretend_to_load
 plain_runs = []
@@ -113,32 +117,32 @@ class Kernel:
     arg_names = ("value", "size", "output")
 
 
-class Compiled:
-    """Keeps what it is started with."""
+def keep(handed: list[tuple], num_programs: int, *arguments: Any) -> None:
+    handed.append((num_programs, *arguments))
 
-    def __init__(self) -> None:
-        self.handed: list[tuple] = []
 
-    def __getitem__(self, grid: tuple[int, int, int]):  # type: ignore[no-untyped-def]
-        return lambda *arguments: self.handed.append((grid, *arguments))
+@pytest.fixture(autouse=True)
+def kept_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has a kernel be a list of what it was started with."""
+    monkeypatch.setattr(launch_memory, "bind", lambda handed, num_programs: partial(keep, handed, num_programs))
 
 
 def test_recipe_puts_addresses_in_their_places() -> None:
     value, output = torch.rand(4), torch.rand(4)
     launch = Launch(Kernel, 7, {"value": value, "size": 4, "output": output}, 1)
-    compiled = Compiled()
-    recipe = write_recipe(launch, compiled, (output, None, value))
+    handed: list[tuple] = []
+    recipe = write_recipe(launch, handed, (output, None, value))
     assert recipe is not None
     others = torch.rand(4), torch.rand(4)
     recipe.run((others[0], None, others[1]))
-    assert compiled.handed == [((7, 1, 1), others[1].data_ptr(), 4, others[0].data_ptr())]
+    assert handed == [(7, others[1].data_ptr(), 4, others[0].data_ptr())]
 
 
 def test_no_recipe_for_copies_for_a_tensor_given_twice_and_from_the_interpreter() -> None:
     value, output = torch.rand(4), torch.rand(4)
     launch = Launch(Kernel, 7, {"value": value, "size": 4, "output": output}, 1)
-    assert write_recipe(launch, Compiled(), (value.clone(), output)) is None
-    assert write_recipe(launch, Compiled(), (value,)) is None
+    assert write_recipe(launch, [], (value.clone(), output)) is None
+    assert write_recipe(launch, [], (value,)) is None
     twice = launch._replace(arguments={"value": value, "size": 4, "output": value})
-    assert write_recipe(twice, Compiled(), (value, value)) is None
+    assert write_recipe(twice, [], (value, value)) is None
     assert write_recipe(launch, None, (value, output)) is None
