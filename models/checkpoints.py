@@ -3,6 +3,8 @@
 import argparse
 import logging
 import pickle
+import re
+import struct
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping
@@ -25,6 +27,8 @@ COCO_SLOTS = 91
 COCO_UNUSED_IDS = {0, 12, 26, 29, 30, 45, 66, 68, 69, 71, 83}
 COCO_IDS = [index for index in range(COCO_SLOTS) if index not in COCO_UNUSED_IDS]
 """The ids of COCO's 80 categories: the rows that published class heads, of 91 slots, were trained in."""
+_NO_PICKLE = (AssertionError, AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError, struct.error)
+"""What PyTorch's unpickler runs into where it takes text, an archive or a part of a file for its instructions."""
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +101,8 @@ def read_checkpoint(path: str | Path) -> Mapping[str, object]:
         The dict that it holds, tensors on the CPU.
 
     Raises:
-        ValueError: if there is no such file, or it is damaged, would run code or holds no dict.
+        ValueError: if there is no such file, or it is no checkpoint, damaged, would run code or holds no dict; the
+            message is one line.
     """
     if not Path(path).is_file():
         raise ValueError(f"weights must be the path of a checkpoint file, got {str(path)!r}; no such file exists")
@@ -106,10 +111,10 @@ def read_checkpoint(path: str | Path) -> Mapping[str, object]:
             return safetensors.torch.load_file(path)
         with torch.serialization.safe_globals([argparse.Namespace]):
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, SafetensorError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except (pickle.UnpicklingError, RuntimeError, EOFError, SafetensorError, *_NO_PICKLE) as error:
         raise ValueError(
-            f"weights must be a checkpoint of tensors and plain data, got {str(path)!r}; it was refused: {reason}"
+            f"weights must be a checkpoint of tensors and plain data, as torch.save and safetensors write them, got "
+            f"{str(path)!r} ({_describe_refusal(error)}); check the path, get the file anew or save its state dict"
         ) from error
     if not isinstance(checkpoint, Mapping):
         raise ValueError(f"weights must hold a dict, got {type(checkpoint).__name__} in {str(path)!r}; save one")
@@ -204,6 +209,17 @@ def _check_tied_tensors(weights: Mapping[str, Tensor], expected: Mapping[str, Te
                 f"weights must hold equal tensors under names that the model shares, got another {_shorten(differing)} "
                 f"than {first} in {str(path)!r}; choose the variant that the checkpoint was trained with"
             )
+
+
+def _describe_refusal(error: Exception) -> str:
+    """Says in one line why a file was not read; PyTorch says it after advice to read the file without care."""
+    text = str(error).strip()
+    if isinstance(error, EOFError) or not text:
+        return "it is empty or ends too early"
+    if isinstance(error, _NO_PICKLE) or "Unsupported operand" in text:
+        return "its content is something else, or damaged"
+    reason = re.search(r"WeightsUnpickler error:\s*([^\n]+?)(?: was not an allowed global|$)", text, re.MULTILINE)
+    return reason.group(1) if reason else text.splitlines()[0]
 
 
 def _shorten(keys: list[str]) -> str:

@@ -1,5 +1,6 @@
 import argparse
 import pickle
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.checkpoints import COCO_IDS, load_weights, read_weights
+from models.checkpoints import COCO_IDS, load_weights, read_checkpoint, read_weights
 from models.deformable_detr import DeformableDetr
 
 HEADS = ("class_embed.", "transformer.decoder.class_embed.")
@@ -120,6 +121,44 @@ def test_unreadable_files_are_refused_in_one_line(
             load_weights(model, tmp_path / f"{name}.pth")
         assert "\n" not in str(error.value)
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "it is empty or ends too early"),
+        (b"hello world\n", "its content is something else"),  # KeyError
+        (b"epoch,step\n1,2\n", "its content is something else"),  # IndexError
+        (b"G1.5\n", "its content is something else"),  # struct.error
+        (b"X\x02\x00\x00\x00\xff\xff.", "its content is something else"),  # UnicodeDecodeError
+        (b"version https://git-lfs.github.com/spec/v1\n", "its content is something else"),
+        (b"<!DOCTYPE html>\n<html></html>", "its content is something else"),
+        (b"ccollections\nUserDict\n.", "Unsupported global: GLOBAL collections.UserDict)"),
+        (b"PK\x05\x06" + bytes(18), "its content is something else"),  # an empty archive
+        (b"K\x01.", "Invalid magic number"),
+    ],
+)
+def test_a_file_that_is_no_checkpoint_is_named_with_what_is_expected(
+    content: bytes, reason: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "best.ckpt"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"^weights must be a checkpoint of tensors") as error:
+        read_checkpoint(path)
+    assert reason in str(error.value)
+    assert repr(str(path)) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("entry", ["best/data.pkl", "notes.txt"])
+def test_an_archive_of_other_files_is_refused(entry: str, tmp_path: Path) -> None:
+    path = tmp_path / "best.ckpt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("best/version", "3")
+        archive.writestr(entry, "it was a fine day")
+    with pytest.raises(ValueError, match=r"^weights must be a checkpoint of tensors") as error:
+        read_checkpoint(path)
+    assert "\n" not in str(error.value)
 
 
 def test_a_model_of_80_classes_takes_coco_rows_of_91_slots(
