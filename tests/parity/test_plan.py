@@ -16,7 +16,7 @@ def test_all_levels_share_arms_and_the_longest_begins(overrides):
     assert [training.num_steps for training in trainings] == [9, *[4] * 5, *[3] * 11]
     assert [training.arm.trained_steps for training in trainings] == [*[0] * 6, *[9] * 5, *[0] * 6]
     lines = describe_plan(experiment, list(LEVELS), trainings)
-    broken = len(FAULTS) * 3 * (3 + 3)  # three sizes, three steps from each start
+    broken = len(FAULTS) * 2 * (3 + 3)  # two sizes, three steps from each start
     head = f"training: {9 + 5 * (4 + 3) + 6 * 3 + broken} steps, 2 at a time, about 0.1 minutes at 0.05 s a step"
     assert lines[0] == head
     assert "  trajectory: arms 11, steps 44" in lines
