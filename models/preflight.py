@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.utils import get_class
+from lightning.pytorch.strategies import FSDPStrategy
 from omegaconf import DictConfig
 
 import msda_op
@@ -171,6 +173,8 @@ def check_run(cfg: DictConfig) -> None:
         raise ValueError(f"op={cfg.op.backend} cannot run here: {error}") from error
     if cfg.cuda_graphs:
         _check_cuda_graphs(cfg, device)
+    if cfg.mode == "train" and cfg.backbone.get("norm") == "batch" and not _is_alone(cfg.trainer):
+        _check_shared_statistics(cfg.trainer.strategy)
     if cfg.compile and cfg.deterministic:
         raise ValueError(
             "compile must be false with deterministic=true, got true: which of several kernels sums up is decided by "
@@ -192,10 +196,28 @@ def _check_cuda_graphs(cfg: DictConfig, device: str) -> None:
             "cuda_graphs must be false with model.transformer.gradient_checkpointing=true, got true: what is computed "
             "twice draws its random numbers anew; set one of them to false"
         )
-    devices = cfg.trainer.devices
-    num_devices = devices if isinstance(devices, int) else len(devices)
-    if num_devices != 1 or cfg.trainer.num_nodes != 1 or cfg.trainer.strategy != "auto":
+    if not _is_alone(cfg.trainer) or cfg.trainer.strategy != "auto":
         raise ValueError(
-            f"cuda_graphs must be false unless one process trains, got true with trainer.devices={devices}: gradients "
-            "of a graph are not exchanged between processes; set cuda_graphs=false or trainer=gpu"
+            "cuda_graphs must be false unless one process trains, got true with trainer.devices="
+            f"{cfg.trainer.devices}: gradients of a graph are not exchanged between processes; set cuda_graphs=false "
+            "or trainer=gpu"
         )
+
+
+def _check_shared_statistics(strategy: str | DictConfig) -> None:
+    """Refuses FSDP, which leaves buffers to each process; DDP hands out those of rank 0 before every forward pass."""
+    if isinstance(strategy, str):
+        is_sharded = strategy.startswith("fsdp")
+    else:
+        is_sharded = issubclass(get_class(strategy._target_), FSDPStrategy)
+    if is_sharded:
+        raise ValueError(
+            "backbone.norm must be frozen, sync or group with trainer=fsdp, got batch: each process would evaluate by "
+            "statistics of its own, and those of one would be saved; use backbone.norm=sync"
+        )
+
+
+def _is_alone(trainer: DictConfig) -> bool:
+    """Whether one process trains."""
+    devices = trainer.devices if isinstance(trainer.devices, int) else len(trainer.devices)
+    return devices == 1 and trainer.num_nodes == 1

@@ -26,6 +26,7 @@ WORDS = [
     "data.num_train=8",
     "data.num_val=2",
     "data.batch_size=2",
+    "backbone.norm=group",
     "model.transformer.num_queries=20",
     "trainer.accelerator=cpu",
     "trainer.max_epochs=2",

@@ -199,3 +199,34 @@ def test_cuda_graphs_are_refused_where_they_cannot_be_right(monkeypatch, changes
     check_run(settings(cuda_graphs=True, trainer__devices=[3]))
     with pytest.raises(ValueError, match=message):
         check_run(settings(cuda_graphs=True, **changes))
+
+
+SHARDED = {"_target_": "lightning.pytorch.strategies.FSDPStrategy"}
+COPIED = {"_target_": "lightning.pytorch.strategies.DDPStrategy"}
+
+
+@pytest.mark.parametrize("strategy", [SHARDED, "fsdp", "fsdp_cpu_offload"])
+@pytest.mark.parametrize("processes", [{"trainer__devices": 2}, {"trainer__devices": -1}, {"trainer__num_nodes": 2}])
+def test_sharded_processes_with_statistics_of_their_own_are_refused(strategy, processes):
+    with pytest.raises(ValueError, match=r"^backbone.norm must be .* got batch.*; use backbone.norm=sync$"):
+        check_run(settings(trainer__strategy=strategy, **processes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"trainer__strategy": COPIED},
+        {"trainer__strategy": "ddp"},
+        {"trainer__strategy": SHARDED, "backbone__norm": "sync"},
+        {"trainer__strategy": SHARDED, "backbone__norm": "group"},
+        {"trainer__strategy": SHARDED, "trainer__devices": 1},
+    ],
+)
+def test_processes_with_shared_statistics_or_none_pass(changes):
+    check_run(settings(**{"trainer__devices": 2, **changes}))
+
+
+def test_sharded_processes_validate_with_statistics_of_a_checkpoint(tmp_path):
+    (tmp_path / "last.ckpt").touch()
+    weights = str(tmp_path / "last.ckpt")
+    check_run(settings(mode="validate", ckpt_path=weights, trainer__devices=2, trainer__strategy=SHARDED))
