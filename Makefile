@@ -1,6 +1,6 @@
 # make train [ARGS="..."]   sets up and trains; ARGS are Hydra overrides
 # make test  [ARGS="..."]   sets up and tests, a process and a thread to each core; ARGS go to pytest
-# make check                lint, format and types
+# make check                lint, format, types, and whether the README holds the figures of results/
 # make parity               proves the parity suite on a CPU: the reference passes against itself, and fails when broken
 # make kernels              compiles every kernel for sm_80 to sm_100 and judges the machine code; needs no GPU
 # make docs                 builds the documentation into .cache/site
@@ -20,6 +20,7 @@ check: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m scripts.readme_figures --check
 
 kernels: $(VENV)/installed
 	$(VENV)/bin/python -m scripts.compile_kernels_check $(ARGS)
