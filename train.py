@@ -24,6 +24,9 @@ from models.resuming import stopping_signal
 from models.settings import check_numbers, check_resumed_settings
 
 USER_ERRORS = (ValueError, FileNotFoundError, ModuleNotFoundError, MisconfigurationException)
+SIGTERM_TO_WORKERS = (
+    "stopped by SIGTERM, which loader workers got too; nothing is saved here, the last checkpoint stands"
+)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
@@ -60,6 +63,9 @@ def run(cfg: DictConfig) -> float | None:
         explanation = explain_dead_worker(error)
         if explanation is None:
             raise
+        if trainer.received_sigterm:
+            print(SIGTERM_TO_WORKERS, file=sys.stderr)
+            sys.exit(128 + signal.SIGTERM)
         sys.exit(f"error: {explanation}")
     except SIGTERMException:
         sys.exit(128 + stopping_signal(trainer))

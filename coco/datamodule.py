@@ -1,5 +1,6 @@
 """Lightning data modules: any data set in COCO's format, and the synthetic one."""
 
+import os
 import signal
 from collections.abc import Sequence
 from functools import cached_property, partial
@@ -199,13 +200,14 @@ class CocoDataModule(LightningDataModule):
             "persistent_workers": self.num_workers > 0,
             "pin_memory": torch.cuda.is_available(),
             "collate_fn": partial[Batch](collate, size_divisor=self.size_divisor),
-            "worker_init_fn": ignore_interrupts,
+            "worker_init_fn": leave_signals,
         }
 
 
-def ignore_interrupts(worker_id: int) -> None:
-    """Leaves Ctrl-C, which a terminal sends to workers too, to the process that they load for."""
+def leave_signals(worker_id: int) -> None:
+    """Leaves Ctrl-C and SIGTERM, which terminals and schedulers send to whole groups, to the process they load for."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.setpgid(0, 0)
 
 
 class SyntheticDataModule(CocoDataModule):

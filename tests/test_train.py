@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 import train
 
@@ -243,6 +244,28 @@ def test_ctrl_c_has_its_status_before_a_training_too(monkeypatch, run, status):
     with pytest.raises(SystemExit) as caught:
         train.main.__wrapped__("error")
     assert caught.value.code == status
+
+
+class DeadWorkers:
+    """A trainer whose loader dies, with SIGTERM for all or without."""
+
+    def __init__(self, received_sigterm):
+        self.received_sigterm = received_sigterm
+
+    def fit(self, *arguments, **settings):
+        raise RuntimeError("DataLoader worker (pid 12) is killed by signal: Terminated. ")
+
+
+@pytest.mark.parametrize("received_sigterm", [True, False])
+def test_workers_that_die_of_the_run_s_own_sigterm_are_no_fault_of_the_loader(monkeypatch, capsys, received_sigterm):
+    monkeypatch.setattr(train, "build", lambda cfg: (None, None, DeadWorkers(received_sigterm)))
+    with pytest.raises(SystemExit) as caught:
+        train.run(OmegaConf.create({"mode": "train", "ckpt_path": None}))
+    if received_sigterm:
+        assert caught.value.code == 143
+        assert capsys.readouterr().err.startswith("stopped by SIGTERM, which loader workers got too")
+    else:
+        assert "loader workers must stay alive" in caught.value.code
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,13 @@ def test_workers_leave_ctrl_c_to_the_training(build):
     assert len(list(batches)) == len(loader) - 1
 
 
+def test_workers_leave_signals_to_a_group_to_the_training(build):
+    batches = iter(build(num_workers=1, batch_size=1).train_dataloader())
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    assert os.getpgid(worker.pid) == worker.pid != os.getpgrp()
+
+
 def test_categories_take_the_order_of_a_detector(build):
     data = build()
     before = data.category_rows
