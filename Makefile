@@ -29,7 +29,8 @@ docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 parity: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m parity all op=reference against=reference parity=quick $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m parity all op=reference against=reference parity=quick \
+	    parity.workers=2 $(ARGS)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m parity model op=reference against=reference parity=quick \
 	    parity.fault=half_a_pixel_of_shift $(ARGS); test $$? -eq 1
 

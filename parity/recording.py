@@ -94,7 +94,6 @@ def train_weights(experiment: Experiment, progress: Progress) -> dict[str, Tenso
     arm = weights_arm(experiment)
     path = experiment.output / "arms" / f"{arm_hash(experiment, arm, steps, steps)}.pt"
     if path.is_file():
-        progress("trained weights: read back")
         return torch.load(path, weights_only=True, map_location="cpu")
     with closing(TrainingLoop(experiment, arm, max(1, steps))) as loop:
         for step in range(steps):
