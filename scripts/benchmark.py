@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 
 from models.environment import cut_folders, describe_environment
 from parity.inference_benchmark import CONTENDERS, MODELS, CudaInferenceMeter, Job, build_detector, plot_dispatch
@@ -46,7 +48,7 @@ _SEED = 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit status."""
+    """Runs one command; returns the exit status: 0, or 2 after a line that says which argument or setting is wrong."""
     parser = build_parser()
     options = parser.parse_args(arguments)
     if getattr(options, "plot", None) and find_spec("matplotlib") is None:
@@ -61,7 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--plot must come without --sizes and --data-workers, which time no phases; leave it out")
     if options.run is not run_loader and not torch.cuda.is_available():
         parser.error("a benchmark must run on an NVIDIA GPU, got none; run it on a machine with one")
-    options.run(options)
+    try:
+        options.run(options)
+    except (ValueError, HydraException, OmegaConfBaseException) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -322,10 +328,13 @@ def run_loader(options: argparse.Namespace) -> None:
     from hydra import compose, initialize_config_dir
     from hydra.utils import instantiate
 
+    from models.settings import check_numbers
     from parity.loader_benchmark import measure_loader
 
     with initialize_config_dir(str(Path(__file__).resolve().parent.parent / "configs"), version_base="1.3"):
-        data = instantiate(compose("train", overrides=options.overrides).data)
+        cfg = compose("train", overrides=options.overrides)
+    check_numbers(cfg)
+    data = instantiate(cfg.data)
     data.check()
     data.prepare_data()
     overrides = cut_folders(options.overrides)

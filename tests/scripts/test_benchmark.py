@@ -47,6 +47,47 @@ def test_wrong_arguments_are_refused(arguments: list[str], message: str, capsys:
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("data=cocoo", "Could not find 'data/cocoo'"),
+        ("data.workers=3", "Could not override 'data.workers'"),
+        ("data.root", "Error parsing override 'data.root' missing EQUAL"),
+        ("data.num_val=${nothing}", "Interpolation key 'nothing' not found"),
+        ("data.batch_size=0", "data.batch_size must be an integer of at least 1, got 0"),
+        ("data.image_size=-1", "data.eval_transform.size must be an integer of at least 1, got -1"),
+        ("data=coco data.root=/nowhere", "annotation files and image folders must exist"),
+    ],
+)
+def test_a_loader_of_wrong_settings_is_refused_in_a_line(
+    word: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["loader", *word.split(), "--out", str(tmp_path / "loader.json")]) == 2
+    refusal = capsys.readouterr().err
+    assert refusal.startswith("error: ")
+    assert message in refusal
+    assert refusal.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
+def test_a_peer_that_cannot_be_measured_is_refused_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(case: StepCase, device: torch.device, table: StepTable) -> Iterator[dict[str, Any]]:
+        yield {"number": 0}
+        raise ValueError("--checkout must hold the official code,\ngot none")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(benchmark, "read_gpu_state", lambda: None)
+    monkeypatch.setattr(benchmark, "measure_table", refuse)
+    monkeypatch.setattr(benchmark, "format_step", str)
+    out = tmp_path / "step.json"
+    assert main(["step", "--out", str(out)]) == 2
+    assert capsys.readouterr().err == "error: --checkout must hold the official code, got none\n"
+    assert json.loads(out.read_text())["rows"] == [{"number": 0}]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize("command", ["op", "sweep", "variants", "inference", "step"])
 def test_a_machine_without_a_gpu_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
