@@ -8,7 +8,7 @@
 
 SOURCE is an image, a folder (searched with its subfolders for files that end like images) or a glob pattern in quotes.
 MODEL is an artefact of `scripts.export` or a checkpoint of `train.py`. The output folder gets `detections.json`, COCO's
-results format with each image's file name added, and `pictures/` with labelled boxes under the images' names.
+results format with each image's file name added, and `pictures/`, the images with labelled boxes under their names.
 A camera's orientation tag (EXIF) is applied. A file that cannot be read is named and skipped.
 
 Exit status: 0, or 1 where a file was skipped, nothing was found to read, or the model could not be loaded.
@@ -109,7 +109,7 @@ class ImageFiles(Dataset[LoadedImage]):
 
 
 class Painter:
-    """Draws boxes into pictures, JPEG files under the names of the images.
+    """Draws boxes into pictures, JPEG files of the size and under the names of the images.
 
     The folders of the images are kept from the deepest one on that holds all of them, so that no picture takes the
     place of another.

@@ -1,7 +1,16 @@
 import numpy as np
+import pytest
 from PIL import Image
 
-from coco.drawing import PANEL_SIZE, Comparison, DrawnBox, draw_boxes, draw_comparisons, label_colour
+from coco.drawing import (
+    LARGEST_SIZE,
+    PANEL_SIZE,
+    Comparison,
+    DrawnBox,
+    draw_boxes,
+    draw_comparisons,
+    label_colour,
+)
 
 
 def test_small_images_are_enlarged_and_boxes_with_them():
@@ -12,6 +21,56 @@ def test_small_images_are_enlarged_and_boxes_with_them():
     assert tuple(panel[int(15 * scale), int(20 * scale)]) == label_colour(3)
     assert tuple(panel[int(15 * scale), int(25 * scale)]) == (0, 0, 0)
     assert np.asarray(image).max() == 0
+
+
+@pytest.mark.parametrize("size", [(640, 480), (360, 500), (1201, 400)])
+def test_larger_images_keep_their_pixels(size):
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), np.uint8))
+    assert np.array_equal(draw_boxes(image, []), image)
+    panel = np.asarray(draw_boxes(image, [DrawnBox((100, 100, 200, 200), 3, "x")]))
+    assert panel.shape == (size[1], size[0], 3)
+    assert tuple(panel[150, 100]) == label_colour(3)
+    assert np.array_equal(panel[300:], np.asarray(image)[300:])
+
+
+def test_lines_and_letters_grow_with_the_image():
+    def measure(size):
+        panel = np.asarray(draw_boxes(Image.new("RGB", size), [DrawnBox((0, size[1] / 2, size[0], size[1]), 3, "")]))
+        drawn = (panel == label_colour(3)).all(-1)
+        strip = drawn[: size[1] // 2, 0].sum()
+        return drawn[size[1] // 2 + 1 :, size[0] // 2].sum(), strip
+
+    (line, strip), (thick, tall) = measure((600, 400)), measure((2400, 1600))
+    assert thick == pytest.approx(4 * line, abs=4)
+    assert tall == pytest.approx(4 * strip, rel=0.05)
+
+
+def test_an_image_that_no_jpeg_can_hold_is_reduced(tmp_path):
+    picture = draw_boxes(Image.new("L", (70_000, 2)).convert("RGB"), [])
+    assert picture.size == (LARGEST_SIZE, 2)
+    picture.save(tmp_path / "long.jpg")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "height"),
+    [
+        ([(640, 480)], 270),
+        ([(640, 480), (640, 480), (480, 640)], 270),
+        ([(480, 640)], 480),
+        ([(30, 30)], PANEL_SIZE),
+        ([(10, 1000)], 2 * PANEL_SIZE),
+        ([(1000, 10)], PANEL_SIZE / 3),
+    ],
+)
+def test_cells_have_the_median_aspect_and_leave_no_band(sizes, height):
+    comparisons = [Comparison(Image.new("RGB", size, "blue"), [], []) for size in sizes]
+    grid = np.asarray(draw_comparisons(comparisons))
+    rows = -(-len(sizes) // 2)
+    assert len(grid) == rows * (height + 25)
+    blue = (grid == (0, 0, 255)).all(-1)
+    first = sizes[0][0] / sizes[0][1]
+    assert blue[: len(grid) // rows, 6].sum() == pytest.approx(min(height, 360 / first), abs=1)
+    assert not blue[-6:].any()
 
 
 def test_boxes_outside_or_without_area_are_drawn_without_error():
