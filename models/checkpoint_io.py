@@ -59,8 +59,9 @@ def read_checkpoint(path: Path, *, lazy: bool = False) -> dict[str, Any]:
     Raises:
         ValueError: The file is damaged, would run code, or is no checkpoint to resume from.
     """
+    refusal = f"checkpoint must be a whole file of torch.save, got {path}; use another one"
     if not zipfile.is_zipfile(path):
-        raise ValueError(f"checkpoint must be a whole file of torch.save, got {path}; use another one")
+        raise ValueError(refusal)
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=lazy)
     except pickle.UnpicklingError as error:
@@ -69,6 +70,8 @@ def read_checkpoint(path: Path, *, lazy: bool = False) -> dict[str, Any]:
             f"checkpoint must hold tensors and plain values alone, got {path}, which would run code when loaded "
             f"({reason}); save it anew without Python objects"
         ) from error
+    except (RuntimeError, KeyError, EOFError) as error:  # a zip file of something else, or without a part
+        raise ValueError(refusal) from error
     if not (isinstance(checkpoint, dict) and "loops" in checkpoint and "state_dict" in checkpoint):
         raise ValueError(
             f"ckpt_path must name a checkpoint of a run, got {path} without the run's progress; start from its weights "

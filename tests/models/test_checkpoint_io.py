@@ -2,6 +2,7 @@ import os
 import random
 import signal
 import time
+import zipfile
 
 import pytest
 import torch
@@ -76,6 +77,17 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, lazy):
     assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="would run code"):
         AtomicCheckpointIO().load_checkpoint(path, weights_only=False)
+
+
+@pytest.mark.parametrize("names", [[], ["notes.txt"], ["archive/data.pkl"], ["archive/version", "archive/notes.txt"]])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_zip_file_of_something_else_is_refused(tmp_path, names, lazy):
+    path = tmp_path / "notes.ckpt"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in names:
+            archive.writestr(name, "3")
+    with pytest.raises(ValueError, match=r"checkpoint must .*notes\.ckpt"):
+        read_checkpoint(path, lazy=lazy)
 
 
 def test_weights_alone_are_no_run(tmp_path):
