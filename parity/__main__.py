@@ -2,11 +2,7 @@
 
 import sys
 
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-
-from models.environment import silence_dependencies
-from parity.suite import LEVELS, run_suite
+from parity.suite import LEVELS, answer, run_suite
 
 
 def main(arguments: list[str]) -> int:
@@ -14,12 +10,7 @@ def main(arguments: list[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
         print(f"{__doc__}\nlevels: {', '.join(LEVELS)}, all\noverrides: keys and groups of configs/parity.yaml")
         return 0 if arguments else 3
-    silence_dependencies()
-    try:
-        return run_suite(arguments[0], arguments[1:], lambda line: print(line, flush=True)).exit_code
-    except (ValueError, FileNotFoundError, HydraException, OmegaConfBaseException) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 3
+    return answer(lambda: run_suite(arguments[0], arguments[1:], lambda line: print(line, flush=True)))
 
 
 if __name__ == "__main__":

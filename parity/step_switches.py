@@ -6,11 +6,10 @@
 The overrides are those of `python -m parity`, and stand in front of the options. Norms are fused and folded where they
 are frozen, which wants weights: `imagenet`, or a file of torchvision's `resnet50().state_dict()`. A results file gets
 the verdict of each level for each variant; the reports lie below the folder of `--reports`. Exit status: 0 for PASS, 1
-for FAIL, 2 for INCONCLUSIVE.
+for FAIL, 2 for INCONCLUSIVE, 3 for settings that are wrong.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,14 +17,11 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-
-from models.environment import cut_folders, describe_environment, silence_dependencies
+from models.environment import cut_folders, describe_environment
 from parity.recording import Progress
-from parity.results import Verdict, combine
+from parity.results import Verdict, combine, write_json
 from parity.step_benchmark import SWITCHES
-from parity.suite import LEVELS, run_suite
+from parity.suite import LEVELS, answer, run_suite
 
 ALL, NONE = "all", "none"
 VARIANTS = (NONE, *SWITCHES, ALL)
@@ -79,7 +75,7 @@ def run_variants(
     """
     rows: list[dict[str, Any]] = []
     content = {"schema": SCHEMA, "environment": describe_environment(), "overrides": cut_folders(overrides)}
-    out.parent.mkdir(parents=True, exist_ok=True)
+    out.parent.mkdir(parents=True, exist_ok=True)  # or fails before time is spent
     for variant, level in product(variants, levels):
         words = words_of(variant)
         progress(f"{variant}, {level}: {' '.join(words)}")
@@ -87,7 +83,7 @@ def run_variants(
         verdict = run(level, [*overrides, *words, f"output={reports / variant / level}"], progress)
         rows.append({"switches": variant, "level": level, "words": words, "verdict": str(verdict)})
         rows[-1]["seconds"] = round(time.perf_counter() - begin, 1)
-        out.write_text(json.dumps(content | {"rows": rows}, indent=1) + "\n")
+        write_json(out, content | {"rows": rows})
     for row in rows:
         progress(f"{row['verdict']:12} {row['level']:10} {row['switches']} ({row['seconds']:.0f} s)")
     return combine(Verdict(row["verdict"]) for row in rows)
@@ -106,9 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--reports", type=Path, default=Path("runs/switches"), help="folder of the reports")
     parser.add_argument("--out", type=Path, default=Path("results/switches.json"), help="results file")
     options = parser.parse_intermixed_args(arguments)
-    silence_dependencies()
-    try:
-        verdict = run_variants(
+    return answer(
+        lambda: run_variants(
             options.variants,
             options.levels,
             options.overrides,
@@ -116,10 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.out,
             lambda line: print(line, flush=True),
         )
-    except (ValueError, FileNotFoundError, HydraException, OmegaConfBaseException) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 3
-    return verdict.exit_code
+    )
 
 
 if __name__ == "__main__":

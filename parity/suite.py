@@ -1,16 +1,19 @@
 """Runs the levels asked for, writes what they found after each, and answers with one verdict."""
 
 import hashlib
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from coco.annotations import read_annotations
-from models.environment import cut_folders, describe_environment
+from models.environment import cut_folders, describe_environment, silence_dependencies
 from parity.arms import Experiment, config_hash, load_experiment
 from parity.ensemble import run_ensemble
 from parity.evaluation import run_evaluation
@@ -76,6 +79,20 @@ def run_suite(word: str, overrides: Sequence[str], progress: Progress) -> Verdic
             document = _run_levels(experiment, names, manifest, progress, levels)
     progress(f"{document['verdict']}: see {experiment.output / 'report.html'}")
     return Verdict(document["verdict"])
+
+
+def answer(run: Callable[[], Verdict]) -> int:
+    """Runs levels for a command line; returns the exit status: that of the verdict, or 3 after a line of what is wrong.
+
+    Args:
+        run: runs them, and raises where a setting is wrong.
+    """
+    silence_dependencies()
+    try:
+        return run().exit_code
+    except (ValueError, FileNotFoundError, HydraException, OmegaConfBaseException) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
 
 
 def _run_levels(
