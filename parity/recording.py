@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from models.weight_hash import hash_weights
 from parity.arms import Arm, Experiment, arm_hash
 from parity.results import write_json
-from parity.training import TrainingLoop, hash_batch
+from parity.training import StepResult, TrainingLoop, hash_batch
 
 Progress = Callable[[str], None]
 Curve = list[float]
@@ -169,19 +169,24 @@ def _run(
                 evidence = find_op_evidence(profiled)
             else:
                 result = loop.step(batch)
-            norms = {f"gradient of {group}": norm for group, norm in result.grad_norms.items()}
-            for curves, values in (
-                (recording.curves, {"loss": result.losses.total.detach(), **norms}),
-                (recording.terms, result.losses.terms),
-            ):
-                for name, value in values.items():
-                    curves.setdefault(name, []).append(float(value))
-            recording.assignments.append(result.queries.tolist())
-            recording.attention_calls.append(result.attention_calls)
+            _keep_step(recording, result)
             if (step + 1) % max(1, num_steps // 4) == 0:
                 progress(f"{describe(arm)}: step {step + 1} of {num_steps}, loss {recording.loss[-1]:.4f}")
     fields = {**vars(recording), "evidence": evidence, "seconds": round(time.perf_counter() - began, 1)}
     return Recording(**fields)
+
+
+def _keep_step(recording: Recording, result: StepResult) -> None:
+    """Adds what one step left to the curves and lists of a recording."""
+    norms = {f"gradient of {group}": norm for group, norm in result.grad_norms.items()}
+    for curves, values in (
+        (recording.curves, {"loss": result.losses.total.detach(), **norms}),
+        (recording.terms, result.losses.terms),
+    ):
+        for name, value in values.items():
+            curves.setdefault(name, []).append(float(value))
+    recording.assignments.append(result.queries.tolist())
+    recording.attention_calls.append(result.attention_calls)
 
 
 def read_recording(fields: dict[str, Any]) -> Recording:
