@@ -137,7 +137,19 @@ def load_experiment(overrides: Sequence[str]) -> Experiment:
         configs[name] = _compose([*others, f"op={name}"])
         check_run(configs[name])
     check_same_but_op(configs[op], configs[given.against])
+    _check_counts(given.parity)
     return Experiment(op, given.against, configs, device, Path(given.output))
+
+
+def _check_counts(settings: DictConfig) -> None:
+    """Checks that samples are large enough to have a deviation.
+
+    Raises:
+        ValueError: naming the key that is too small.
+    """
+    for level, key, least in (("ensemble", "pairs", 2), ("evaluation", "controls", 1)):
+        if settings[level][key] < least:
+            raise ValueError(f"parity.{level}.{key} must be >= {least}, got {settings[level][key]}; raise it")
 
 
 def check_same_but_op(first: DictConfig, second: DictConfig) -> None:

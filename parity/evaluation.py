@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from models.postprocess import postprocess
 from parity.arms import Arm, Experiment
 from parity.recording import Progress, train_weights
 from parity.results import Check, LevelResult, guard, judge
+from parity.statistics import allowed_difference
 from parity.tolerances import OUTPUT
-from parity.training import autocast_dtype, build_data, build_detector, faulty, move_batch
+from parity.training import autocast_dtype, build_data, build_detector, faulty, move_batch, set_flags
 
 QUESTION = "With the same weights, does the other op give the same AP?"
 PERCENT = 100
@@ -32,17 +34,19 @@ class Evaluated:
 
 
 def run_evaluation(experiment: Experiment, progress: Progress) -> LevelResult:
-    """Evaluates the same weights under the op that is compared with, its controls, and the op under test.
+    """Evaluates the same weights under both ops, each also rounding otherwise, and the one compared with once more.
 
-    Controls are the same op again, and from weights one unit in the last place away. Weights come from `model.weights`,
-    or from a short training with the op that is compared with. Beside AP the detections themselves are compared: AP of
-    one arm's best detections where the other's count as ground truth.
+    AP over a few images moves in jumps: rounding lifts one box over a threshold, or not. So means over several
+    roundings are compared, and their scatter under the op that is compared with says how far they may lie apart.
+    Weights come from `model.weights`, or from a short training with that op. Beside AP the detections themselves are
+    compared: AP of one arm's best detections where the other's count as ground truth.
     """
     weights = train_weights(experiment, progress)
-    arms = [*control_arms(experiment), experiment.arm_under_test(experiment.seed)]
+    tested = rounded_otherwise(experiment.arm_under_test(experiment.seed), experiment)
+    arms = [*control_arms(experiment), *tested]
     found = [evaluate_arm(experiment, arm, weights, progress) for arm in arms]
-    base, *controls, other = found
-    checks, numbers = compare_evaluations(base, controls, other, experiment)
+    base, *controls = found[: -len(tested)]
+    checks, numbers = compare_evaluations(base, controls, found[-len(tested) :], experiment)
     settings = experiment.settings.evaluation
     data = {
         "metrics": {arm.name: _in_percent(each.result.metrics) for arm, each in zip(arms, found, strict=True)},
@@ -58,7 +62,8 @@ def run_evaluation(experiment: Experiment, progress: Progress) -> LevelResult:
         **numbers,
     }
     margins = {
-        "AP": f"the controls' largest difference + {settings.margin_ap:g} points",
+        "AP": f"{settings.margin_ap:g} points + the difference of A' from A + the {PERCENT * settings.confidence:g} % "
+        f"interval of what rounding changes, between means over {settings.controls + 1} roundings",
         "agreement": f"at least {settings.min_agreement:g} points, or {OUTPUT.factor:g} x the controls' gap to 100",
     }
     return LevelResult("evaluation", QUESTION, tuple(checks), margins, data)
@@ -68,6 +73,7 @@ def run_evaluation(experiment: Experiment, progress: Progress) -> LevelResult:
 def evaluate_arm(experiment: Experiment, arm: Arm, weights: dict[str, Tensor], progress: Progress) -> Evaluated:
     """Evaluates weights on the validation images under the op, and the fault, of an arm."""
     config = experiment.config_of(arm)
+    set_flags(config)
     data: CocoDataModule = build_data(config)
     detector = build_detector(config, data, arm, weights).to(experiment.device).eval()
     evaluator = CocoEvaluator(annotations=data.val_annotations, categories=data.categories)
@@ -83,26 +89,39 @@ def evaluate_arm(experiment: Experiment, arm: Arm, weights: dict[str, Tensor], p
 
 
 def control_arms(experiment: Experiment) -> list[Arm]:
-    """Returns A, A' (A again) and A+1, A+2, ... (A from weights one unit in the last place away)."""
-    arm = Arm("A", experiment.against, experiment.seed)
+    """Returns A, A' (A again), and A rounding otherwise."""
+    arm, *rounded = rounded_otherwise(Arm("A", experiment.against, experiment.seed), experiment)
+    return [arm, replace(arm, name="A'", repeat=1), *rounded]
+
+
+def rounded_otherwise(arm: Arm, experiment: Experiment) -> list[Arm]:
+    """Returns an arm and the same from weights one unit in the last place away, once for each control."""
     nudges = range(1, experiment.settings.evaluation.controls + 1)
-    return [
-        arm,
-        replace(arm, name="A'", repeat=1),
-        *(replace(arm, name=f"A+{nudge}", nudge=nudge) for nudge in nudges),
-    ]
+    return [arm, *(replace(arm, name=f"{arm.name}+{nudge}", nudge=nudge) for nudge in nudges)]
 
 
 def compare_evaluations(
-    base: Evaluated, controls: Sequence[Evaluated], other: Evaluated, experiment: Experiment
+    base: Evaluated, controls: Sequence[Evaluated], others: Sequence[Evaluated], experiment: Experiment
 ) -> tuple[list[Check], dict[str, Any]]:
-    """Compares AP and detections of an arm with those of the base, by the base's own difference from its controls."""
+    """Compares AP and detections of an op with those of the base, by the base's own difference from its controls.
+
+    Args:
+        base: arm A.
+        controls: the other arms of `control_arms`, A' first.
+        others: the other op, under one rounding or several.
+        experiment: has the margins.
+
+    Returns:
+        Checks, and the numbers behind them.
+    """
     settings = experiment.settings.evaluation
-    ap, *control_aps, other_ap = (PERCENT * each.result.metrics["AP"] for each in (base, *controls, other))
-    allowed = max(abs(control - ap) for control in control_aps) + settings.margin_ap
-    difference = abs(other_ap - ap)
-    *control_agreements, agreement = (agree(base, each, settings.num_agreed) for each in (*controls, other))
-    missing = max(PERCENT - agreed for agreed in control_agreements)
+    ap, again, *rounded = (PERCENT * each.result.metrics["AP"] for each in (base, *controls))
+    other_aps = [PERCENT * each.result.metrics["AP"] for each in others]
+    rounding = allowed_difference([ap, *rounded], len(other_aps), settings.confidence)
+    allowed = settings.margin_ap + abs(again - ap) + rounding
+    difference = abs(fmean(other_aps) - fmean([ap, *rounded]))
+    missing = max(PERCENT - agree(base, each, settings.num_agreed) for each in controls)
+    agreement = min(agree(base, each, settings.num_agreed) for each in others)
     required = min(settings.min_agreement, PERCENT - OUTPUT.factor * missing)
     found = ap >= settings.min_ap
     words = "AP of the base" if found else "refused: too low to compare anything, AP of the base"
@@ -111,7 +130,7 @@ def compare_evaluations(
         Check("AP", judge(difference <= allowed), f"differs by {difference:.4f} of {allowed:.4f} points"),
         Check("detections", judge(agreement >= required), f"agreement {agreement:.2f} points ({required:.2f} needed)"),
     ]
-    numbers = {"agreement": agreement, "control_agreements": control_agreements, "allowed_ap_difference": allowed}
+    numbers = {"agreement": agreement, "required_agreement": required, "allowed_ap_difference": allowed}
     return checks, numbers
 
 

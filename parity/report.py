@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from parity.page import Banner, Block, Code, Figure, Heading, Paragraph, Table, render_html, render_markdown
@@ -211,19 +212,27 @@ def _sensitivity(data: Document, manifest: Document) -> list[Block]:
 
 
 def _evaluation(data: Document, manifest: Document) -> list[Block]:
-    arms = list(data["metrics"])
-    names = list(data["metrics"]["A"])
-    metrics = [(name, *(_points(data["metrics"][arm][name]) for arm in arms)) for name in names]
+    sides = {side: [arm for arm in data["metrics"] if arm.partition("+")[0] == side] for side in ("A", "B")}
+    arms = ("A", "A'", "B")
+    metrics = [
+        (
+            name,
+            *(_points(data["metrics"][arm][name]) for arm in arms),
+            *(_mean_points(data["metrics"][arm][name] for arm in side) for side in sides.values()),
+        )
+        for name in data["metrics"]["A"]
+    ]
     categories = [
         (row["name"], str(row["num_boxes"]), *(_points(row[arm]) for arm in arms)) for row in data["categories"]
     ]
     return [
         Paragraph(
             f"COCO metrics in points on {data['num_images']} images, which may be those of the training: the question "
-            "is whether both ops find the same, not how well the detector generalises. Agreement of B's best "
-            f"detections with A's as the ground truth: {data['agreement']:.2f} points."
+            "is whether both ops find the same, not how well the detector generalises. Means are over "
+            f"{len(sides['A'])} and {len(sides['B'])} roundings. Smallest agreement of B's best detections with A's as "
+            f"the ground truth: {data['agreement']:.2f} points."
         ),
-        Table(("metric", *arms), metrics),
+        Table(("metric", *arms, "A, mean", "B, mean"), metrics),
         Heading("AP by category", 3),
         Table(("category", "boxes", *arms), categories),
     ]
@@ -313,6 +322,11 @@ def _distance(first: float | None, second: float | None) -> float | None:
 
 def _number(value: float | None, digits: int = 3) -> str:
     return "not finite" if value is None else f"{value:.{digits}g}"
+
+
+def _mean_points(values: Iterable[float | None]) -> str:
+    """Mean of the points of several arms, undefined where one is."""
+    return _points(fmean(math.nan if value is None else value for value in values))
 
 
 def _points(value: float | None) -> str:

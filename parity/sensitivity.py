@@ -216,7 +216,7 @@ def _detect_in_evaluation(experiment: Experiment, progress: Progress) -> Detect:
     def detect(fault: Fault, size: float) -> bool:
         broken = replace(arm, name="broken", fault=fault.name, fault_size=size)
         other = evaluate_arm(experiment, broken, weights, progress)
-        checks, _ = compare_evaluations(base, controls, other, experiment)
+        checks, _ = compare_evaluations(base, controls, [other], experiment)
         return _failed(checks)
 
     return detect

@@ -75,6 +75,29 @@ def paired_tost(differences: ArrayLike, margin: float, confidence: float, min_pa
     return Equivalence(verdict, mean, low, high, margin, deviation, p_value, num_pairs)
 
 
+def allowed_difference(values: ArrayLike, num_others: int, confidence: float) -> float:
+    """Returns how far the mean of other values may lie from that of these where both come from one distribution.
+
+    Half the width of the t-interval of a difference of means, with the deviation of the first sample alone, so that
+    the second, which is in question, cannot widen it.
+
+    Args:
+        values: the first sample, at least two values.
+        num_others: values of the second.
+        confidence: of the interval, two-sided, e.g. 0.99.
+
+    Raises:
+        ValueError: if there are fewer than two values, or none of the second sample.
+    """
+    if np.size(values) < 2 or num_others < 1:
+        raise ValueError(
+            f"samples must hold at least 2 values and 1, got {np.size(values)} and {num_others}; measure more"
+        )
+    sample = np.asarray(values, dtype=np.float64)
+    error = sample.std(ddof=1) * np.sqrt(1 / len(sample) + 1 / num_others)
+    return float(stats.t.ppf(0.5 + confidence / 2, len(sample) - 1) * error)
+
+
 def simulate_power(
     num_pairs: int, margin_deviations: float, confidence: float, seed: int, draws: int = 20_000
 ) -> float:

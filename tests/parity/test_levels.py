@@ -241,6 +241,26 @@ def test_evaluation(experiment):
     assert result.data["agreement"] == pytest.approx(100.0)
 
 
+def ap_verdict(experiment, base, control_gains, other_gains):
+    """Verdict about AP where the APs of controls and others, in 0..1, lie so far above that of the base."""
+
+    def gain(value):
+        metrics = base.result.metrics | {"AP": base.result.metrics["AP"] + value}
+        return replace(base, result=replace(base.result, metrics=metrics))
+
+    controls, others = ([gain(value) for value in gains] for gains in (control_gains, other_gains))
+    return compare_evaluations(base, controls, others, experiment)[0][1].verdict
+
+
+def test_evaluation_allows_a_jump_of_one_rounding_and_no_shift_of_all(experiment):
+    base = evaluate_arm(experiment, control_arms(experiment)[0], train_weights(experiment, silent), silent)
+    jumps = [0.0, 0.0006, -0.0004, 0.0005, -0.0005, 0.0003, -0.0002, 0.0001]  # A' equals A
+    assert ap_verdict(experiment, base, jumps, [0.0012, 0.0, -0.0004, 0.0003]) is Verdict.PASS
+    assert ap_verdict(experiment, base, jumps, [0.002, 0.002, 0.0016, 0.0017]) is Verdict.FAIL
+    assert ap_verdict(experiment, base, [0.0, 0.0], [0.0004]) is Verdict.PASS
+    assert ap_verdict(experiment, base, [0.0, 0.0], [0.0006]) is Verdict.FAIL
+
+
 def test_evaluation_fails_moved_boxes_and_refuses_an_ap_that_is_too_low(experiment):
     weights = train_weights(experiment, silent)
     base = evaluate_arm(experiment, control_arms(experiment)[0], weights, silent)
@@ -251,15 +271,12 @@ def test_evaluation_fails_moved_boxes_and_refuses_an_ap_that_is_too_low(experime
     )
     assert agree(base, base, 10) == pytest.approx(100.0)
     assert agree(base, moved, 10) < 90
-    checks, _ = compare_evaluations(base, [base], moved, experiment)
+    checks, _ = compare_evaluations(base, [base, base], [moved], experiment)
     assert [check.verdict for check in checks] == [Verdict.PASS, Verdict.PASS, Verdict.FAIL]
-    other = replace(
-        base, result=replace(base.result, metrics=base.result.metrics | {"AP": base.result.metrics["AP"] + 0.01})
-    )
-    assert compare_evaluations(base, [base], other, experiment)[0][1].verdict is Verdict.FAIL
+    assert ap_verdict(experiment, base, [0.0, 0.0], [0.01]) is Verdict.FAIL
     experiment.settings.evaluation.min_ap = 101.0
     try:
-        refused = compare_evaluations(base, [base], base, experiment)[0][0]
+        refused = compare_evaluations(base, [base, base], [base], experiment)[0][0]
     finally:
         experiment.settings.evaluation.min_ap = 0.0
     assert refused.guards

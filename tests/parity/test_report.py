@@ -113,6 +113,19 @@ def test_the_page_is_whole_and_escaped(tmp_path):
     assert "| one level dropped | FAIL | seen by <no> level |" in (tmp_path / "report.md").read_text()
 
 
+def test_means_of_ap_are_over_the_roundings_of_an_op():
+    aps = {"A": 10.0, "A'": 90.0, "A+1": 20.0, "B": 30.0, "B+1": 50.0}
+    metrics = {arm: {"AP": ap, "APl": None if arm == "B" else ap} for arm, ap in aps.items()}
+    categories = [{"name": "cell", "num_boxes": 0, **dict.fromkeys(metrics)}]
+    data = {"metrics": metrics, "categories": categories, "num_images": 3, "agreement": 99.0}
+    level = LevelResult("evaluation", "Same?", (Check("AP", Verdict.PASS, "equal"),), {}, data)
+    tables = [block for block in build_report(build_document([level], MANIFEST)) if isinstance(block, Table)]
+    metrics_table, categories_table = (table for table in tables if table.header[0] in ("metric", "category"))
+    assert metrics_table.rows[0] == ("AP", "10.00", "90.00", "30.00", "15.00", "40.00")
+    assert metrics_table.rows[1] == ("APl", "10.00", "90.00", "-", "15.00", "-")
+    assert categories_table.rows[0] == ("cell", "0", "-", "-", "-")
+
+
 def test_every_block_is_rendered():
     figure = Figure("<svg></svg>", "A plot.")
     blocks = [Heading("H", 3), Paragraph("P"), Banner("PASS", "B"), Table(("a",), [("x|y",)]), figure, Code("C", "1")]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from parity.results import Verdict
-from parity.statistics import bootstrap_band, bootstrap_ratio, paired_tost, simulate_power
+from parity.statistics import allowed_difference, bootstrap_band, bootstrap_ratio, paired_tost, simulate_power
 
 EVEN = [-0.1, 0.1, -0.2, 0.2, 0.0, 0.05, -0.05, 0.0]
 
@@ -75,3 +75,19 @@ def test_ratio_interval_covers_the_truth_and_not_another():
     assert same.low <= 1 <= same.high
     with pytest.raises(ValueError, match="must not be empty"):
         bootstrap_ratio([], fast, 0.95, 10, seed=0)
+
+
+def test_allowed_difference_is_exceeded_as_rarely_as_promised():
+    draws = np.random.default_rng(0).normal(size=(4000, 16))
+    exceeded = [
+        abs(row[8:].mean() - row[:8].mean()) > allowed_difference(row[:8], num_others=8, confidence=0.95)
+        for row in draws
+    ]
+    assert np.mean(exceeded) == pytest.approx(0.05, abs=0.015)
+    assert allowed_difference([0.0, 0.0], 2, 0.99) == 0
+    assert allowed_difference([1.0, 3.0], 2, 0.9) == pytest.approx(6.313752 * math.sqrt(2), abs=1e-5)
+
+
+def test_allowed_difference_needs_values():
+    with pytest.raises(ValueError, match="at least 2 values"):
+        allowed_difference([1.0], 1, 0.9)
