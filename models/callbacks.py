@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.utilities import rank_zero_only
 
-from models.environment import describe_environment
+from models.environment import cut_folders, describe_environment
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +170,10 @@ class RunManifest(Callback):
         checkpoint["categories"] = self.categories
 
 
+def _without_folders(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: cut_folders([value])[0] if isinstance(value, str) else value for name, value in record.items()}
+
+
 class RunSummary(Callback):
     """Writes a JSON file when training ends: speed, memory, loss curve, AP, and the manifest.
 
@@ -202,8 +206,9 @@ class RunSummary(Callback):
         self._curve.append({"step": trainer.global_step, **values})
 
     def _manifest(self) -> dict[str, Any]:
-        """Returns the run's manifest; a summary is passed on, so paths below the working folder are without it."""
-        return json.loads((self.run_dir / "manifest.json").read_text().replace(f"{Path.cwd()}/", ""))
+        """Returns the run's manifest without this machine's folders, since a summary is passed on."""
+        text = (self.run_dir / "manifest.json").read_text().replace(f"{Path.cwd()}/", "")
+        return json.loads(text, object_hook=_without_folders)
 
     @rank_zero_only
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

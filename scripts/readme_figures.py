@@ -185,9 +185,7 @@ def read_figures(content: Any) -> tuple[Section | None, list[Cells]]:
 def headline_rows(section: Section, content: dict[str, Any]) -> list[Cells]:
     """Returns what a file says to the table in front: ours beside the others, in one unit."""
     if section is PARITY:
-        manifest = content["manifest"]
-        ops = f"parity of a training, {manifest['op']} beside {manifest['against']}, {manifest['precision']}"
-        return [(ops, f"**{content['verdict']}**", "")]
+        return [_parity_headline(content)]
     if section is STEP:
         return _step_headline(content["rows"])
     return _op_headline(content["rows"]) if section is OP else []
@@ -225,6 +223,17 @@ def _parity_cells(content: dict[str, Any]) -> Cells:
     levels = ", ".join(f"{level['level']} {level['verdict']}" for level in content["levels"])
     ops = f"{manifest['op']}, {manifest['against']}"
     return ops, f"{manifest['precision']}, {manifest['preset']}", f"**{content['verdict']}**", levels
+
+
+def _parity_headline(content: dict[str, Any]) -> Cells:
+    """The verdict about a training, or, where nothing but speed was asked for, how many times as fast a step is."""
+    manifest, levels = content["manifest"], content["levels"]
+    ops = f"op={manifest['op']} beside op={manifest['against']}, {manifest['precision']}"
+    if [level["level"] for level in levels] != ["speed"]:
+        return f"parity of a training, {ops}", f"**{content['verdict']}**", ""
+    ratio = levels[0]["data"]["ratios"]["A / B"]
+    times = f"{ratio['ratio']:.2f} x as fast ({ratio['low']:.2f} to {ratio['high']:.2f})"
+    return f"a step of the parity suite, nothing but the op exchanged, {ops}", times, "1"
 
 
 def _op_cells(rows: Sequence[dict[str, Any]]) -> list[Cells]:

@@ -13,6 +13,8 @@ from models.divergence import DivergenceGuard
 from models.normalization import ImageNormalizer
 from models.optimization import AdamWSettings, StepSchedule
 
+CONFIG = {"seed": 0, "data": {"root": "/home/someone/coco", "train_images": "train"}}
+
 
 def batch_of(counts, seed=0):
     generator = torch.Generator().manual_seed(seed)
@@ -57,7 +59,7 @@ def build(model, criterion):
 
 
 def fit(detector, run_dir, batches, **settings):
-    callbacks = [Throughput(), ProgressBar(refresh_rate=1), RunManifest(str(run_dir), {"seed": 0}, [])]
+    callbacks = [Throughput(), ProgressBar(refresh_rate=1), RunManifest(str(run_dir), CONFIG, [])]
     callbacks.append(RunSummary(str(run_dir), str(run_dir / "summary.json")))
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -78,6 +80,9 @@ def test_training_moves_every_trainable_parameter_and_logs(detector, tmp_path):
     trainer = fit(detector, tmp_path, [batch_of((2, 0)), batch_of((1, 3), seed=1)], log_every_n_steps=2)
     still = [name for name, value in detector.model.named_parameters() if torch.equal(value, before[name])]
     assert still == []
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["manifest"]["config"] == {"seed": 0, "data": {"root": "coco", "train_images": "train"}}
+    assert json.loads((tmp_path / "manifest.json").read_text())["config"] == CONFIG
     logged = trainer.callback_metrics
     assert {"train/loss", "train/loss_ce", "train/loss_giou_enc", "train/grad_norm", "train/img_per_s"} <= set(logged)
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-4)

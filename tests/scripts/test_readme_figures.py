@@ -45,6 +45,13 @@ def call(implementation, forward_ms, backward_ms):
     return CALL | {"implementation": implementation} | times
 
 
+PARITY_MANIFEST = {
+    "op": "triton",
+    "against": "reference",
+    "precision": "bf16-mixed",
+    "preset": "full",
+    "environment": ENVIRONMENT,
+}
 FILES = {
     "op.json": [
         call(OURS, 0.25, 0.5),
@@ -70,13 +77,18 @@ FILES = {
     "parity/results.json": {
         "verdict": "PASS",
         "levels": [{"level": "op", "verdict": "PASS"}, {"level": "model", "verdict": "PASS"}],
-        "manifest": {
-            "op": "triton",
-            "against": "reference",
-            "precision": "bf16-mixed",
-            "preset": "full",
-            "environment": ENVIRONMENT,
-        },
+        "manifest": PARITY_MANIFEST,
+    },
+    "parity/speed.json": {
+        "verdict": "PASS",
+        "levels": [
+            {
+                "level": "speed",
+                "verdict": "PASS",
+                "data": {"ratios": {"A / A'": {}, "A / B": {"ratio": 1.5, "low": 1.25, "high": 1.754}}},
+            }
+        ],
+        "manifest": PARITY_MANIFEST | {"against": "cuda"},
     },
     "run.json": RUN,
     "by_heart.json": by_heart(0.5, 99.0) | {"validation": {}, "peak_memory_mib": float("nan")},
@@ -87,12 +99,15 @@ FILES = {
 ROWS = [
     "| the op, encoder, bf16, batch 4, forward and backward | 0.75 ms | "
     "original CUDA op 4.50 ms (6 x) | M | @op.json@ |",
-    "| parity of a training, triton beside reference, bf16-mixed | **PASS** |  | M | @parity/results.json@ |",
+    "| parity of a training, op=triton beside op=reference, bf16-mixed | **PASS** |  | M | @parity/results.json@ |",
+    "| a step of the parity suite, nothing but the op exchanged, op=triton beside op=cuda, bf16-mixed | "
+    "1.50 x as fast (1.25 to 1.75) | 1 | M | @parity/speed.json@ |",
     "| a training step, `precision=bf16`, 2 of 800 x 1333 | 152 ms and 6.5 GiB | "
     "other 303 ms (2 x) | M | @step.json@ |",
     "| AP by heart, `experiment=overfit` | 91.0 in 1.0 min, bf16, 2.0 GiB | "
     "PyTorch `grid_sample` 92.0 in 3.0 min, fp32, 2.0 GiB | M | @a.json@, @b.json@ |",
     "| triton, reference | bf16-mixed, full | **PASS** | op PASS, model PASS | M | @parity/results.json@ |",
+    "| triton, cuda | bf16-mixed, full | **PASS** | speed PASS | M | @parity/speed.json@ |",
     "| encoder, batch 4, bf16 | 0.250 + 0.500 | "
     "ours, deterministic 0.250 + 0.800 (1.4 x); theirs 1.50 + 4.00 (7.3 x); "
     "original CUDA op 1.50 + 3.00 (6 x); none refused | M | @op.json@ |",
@@ -136,7 +151,7 @@ def test_every_kind_of_file_makes_its_rows(results, capsys):
 
 def test_one_op_alone_is_no_pair_and_files_without_a_front_row_are_folded(results):
     (results / "b.json").unlink()
-    for name in ("op.json", "step.json", "parity/results.json"):
+    for name in ("op.json", "step.json", "parity/results.json", "parity/speed.json"):
         (results / name).unlink()
     tables = make_tables(results)
     assert tables.startswith("<details>")
