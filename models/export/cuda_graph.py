@@ -227,6 +227,17 @@ class TensorPlace(NamedTuple):
     key: str
 
 
+def write_weights(source: Source, folder: Path) -> None:
+    """Writes the weights of a detector into the folder of an artefact.
+
+    Each tensor becomes one of its own, row-major, as the file format wants them: checkpoints hold the kernels of
+    convolutions with the channels of a pixel side by side where the training had them so. The network that the recipe
+    builds has the memory format of its settings, and keeps it when it takes the numbers over.
+    """
+    rows = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in source.weights.items()}
+    safetensors.torch.save_file(rows, folder / WEIGHTS_FILE)
+
+
 def _tensor_places(module: nn.Module) -> list[TensorPlace]:
     return [
         TensorPlace(f"{prefix}.{key}", tensors, key)
@@ -265,7 +276,6 @@ class CudaGraphFormat:
         self, source: Source, module: InferenceModule, buckets: tuple[Size, ...], batch_size: int, folder: Path
     ) -> dict[Size, Program]:
         """Writes the weights and captures; see `models.export.build.Format`."""
-        weights = {name: tensor.clone() for name, tensor in source.weights.items()}
-        safetensors.torch.save_file(weights, folder / WEIGHTS_FILE)
+        write_weights(source, folder)
         graphed = GraphedDetector(module, buckets=buckets, batch_size=batch_size, **self.settings)
         return dict.fromkeys(buckets, graphed)

@@ -1,6 +1,7 @@
 """A manifest, and what the loader refuses."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import safetensors.torch
@@ -18,10 +19,10 @@ from models.export.artefact import (
     read_manifest,
 )
 from models.export.build import export_detector
-from models.export.certificate import Difference, Measurement, Tolerance
-from models.export.cuda_graph import CudaGraphFormat, GraphedDetector
+from models.export.certificate import Difference, Measurement, Tolerance, contrasting_inputs
+from models.export.cuda_graph import CudaGraphFormat, GraphedDetector, write_weights
 from models.export.predictor import load_artefact
-from models.export.recipe import Precision, Source
+from models.export.recipe import Precision, Source, build_module
 
 CPU = torch.device("cpu")
 TOLERANCE = Tolerance(score=1e-3, box_px=0.1, min_score=0.0)
@@ -33,7 +34,7 @@ class HostGraphs(CudaGraphFormat):
     device = CPU
 
     def write(self, source, module, buckets, batch_size, folder):
-        safetensors.torch.save_file(source.weights, folder / "weights.safetensors")
+        write_weights(source, folder)
         return dict.fromkeys(buckets, module)
 
 
@@ -105,6 +106,33 @@ def test_weights_that_were_exchanged_are_refused(folder, source):
     (folder / "weights.safetensors").unlink()
     with pytest.raises(ValueError, match="got none"):
         read_manifest(folder)
+
+
+def side_by_side(tensor):
+    """Lays the channels of a pixel side by side in memory, as training does with the kernels of convolutions."""
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+
+
+@pytest.mark.parametrize("channels_last", [True, False], ids=["channels_last", "row_major"])
+def test_weights_that_lie_channels_last_are_saved_and_answer_as_eager_does(source, tmp_path, channels_last):
+    backbone = {**source.recipe.model["backbone"], "channels_last": channels_last}
+    recipe = replace(source.recipe, model={**source.recipe.model, "backbone": backbone})
+    weights = {name: side_by_side(tensor) for name, tensor in source.weights.items()}
+    assert not weights["backbone.0.body.conv1.weight"].is_contiguous()
+    export(Source(recipe, weights, source.weights_hash), tmp_path)
+    loaded = load_artefact(tmp_path, device=CPU, origin=source)._program._module
+    eager = build_module(
+        Source(recipe, source.weights, source.weights_hash),
+        precision=Precision(torch.float32, False),
+        backend="reference",
+        fused=True,
+        device=CPU,
+    )
+    kernels = [dict(module.named_parameters())["model.backbone.0.body.conv1.weight"] for module in (loaded, eager)]
+    assert kernels[0].stride() == kernels[1].stride()
+    assert kernels[0].is_contiguous() is not channels_last
+    for inputs in contrasting_inputs((64, 64), 1):
+        assert all(torch.equal(one, other) for one, other in zip(loaded(*inputs), eager(*inputs), strict=True))
 
 
 def test_an_artefact_of_an_earlier_checkpoint_is_stale(folder, source):
