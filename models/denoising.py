@@ -5,10 +5,14 @@ negative ones (with more noise, to be recognised as background). Images with few
 the fullest one. The queries of an image, in this order:
 
     group 0                                   group 1
-    positive 0..slots-1, negative 0..slots-1, positive 0..slots-1, negative 0..slots-1, ...
+    positive 0..slots-1, negative 0..slots-1, positive 0..slots-1, negative 0..slots-1, ..., padding at the end
+
+The padding at the end leaves few numbers of queries, mostly one, whatever the numbers of targets: CUDA graphs are
+captured for each. No query before or after it sees it, and it has no loss.
 """
 
 import logging
+import math
 from dataclasses import dataclass
 
 import torch
@@ -39,25 +43,19 @@ class DenoisingNoise:
 
 @dataclass(frozen=True)
 class DenoisingQueries:
-    """Noised targets of a batch.
+    """What the decoder reads of the noised targets of a batch.
 
     Attributes:
         labels: int64 [B, Q], classes; 0 in the padding.
         boxes_cxcywh: float32 [B, Q, 4]; 0.5 in the padding. A negative's sides may cross: its size is negative then.
         padding_mask: bool [B, Q], True = padding, a query without a target.
-        batch: int64 [positives], the image of each positive query.
-        query: int64 [positives], its index among the denoising queries of its image.
-        target: int64 [positives], the target that it came from, an index into the concatenated targets of the batch.
-        num_groups: how often each target was noised.
+        group: int64 [Q], the group of each query, from 0 on; the padding at the end has other numbers.
     """
 
     labels: Tensor
     boxes_cxcywh: Tensor
     padding_mask: Tensor
-    batch: Tensor
-    query: Tensor
-    target: Tensor
-    num_groups: int
+    group: Tensor
 
     def attention_mask(self, num_matching_queries: int) -> Tensor:
         """Hides each group from the other groups and from the matching queries, which follow the denoising ones.
@@ -68,10 +66,29 @@ class DenoisingQueries:
         Returns:
             bool [Q + num_matching_queries] squared, True where the query of the row must not see that of the column.
         """
-        device = self.labels.device
-        groups = torch.arange(self.num_groups, device=device).repeat_interleave(self.labels.shape[1] // self.num_groups)
-        group = torch.cat((groups, groups.new_full((num_matching_queries,), self.num_groups)))
-        return (group.unsqueeze(1) != group) & (group < self.num_groups)
+        group = torch.nn.functional.pad(self.group, (0, num_matching_queries), value=-1)
+        return (group.unsqueeze(1) != group) & (group >= 0)
+
+
+@dataclass(frozen=True)
+class NoisedTargets:
+    """Noised targets of a batch, and where they came from.
+
+    Attributes:
+        queries: what the decoder reads, padding at the end included.
+        num_queries: denoising queries of an image without the padding at the end.
+        num_groups: how often each target was noised.
+        batch: int64 [positives], the image of each positive query.
+        query: int64 [positives], its index among the denoising queries of its image.
+        target: int64 [positives], the target that it came from, an index into the concatenated targets of the batch.
+    """
+
+    queries: DenoisingQueries
+    num_queries: int
+    num_groups: int
+    batch: Tensor
+    query: Tensor
+    target: Tensor
 
 
 class ContrastiveDenoising:
@@ -84,7 +101,8 @@ class ContrastiveDenoising:
             num_queries: positive queries aimed at for the image with the most targets, at least 1: there are as many
                 groups as fit into it, at least one.
             max_queries: upper bound of the denoising queries of an image, positive and negative, at least 2. Images
-                with more than half as many targets are noised in part, another random part each time.
+                with more than half as many targets are noised in part, another random part each time. Batches are
+                padded to a multiple of 2 * num_queries, or else to this bound.
             label_noise_ratio: twice the probability that a label is replaced by a random one, in 0..2.
             box_noise_scale: largest shift of a positive's sides in halves of the box's width or height, at least 0;
                 a negative's sides move by one to two times as much.
@@ -109,7 +127,7 @@ class ContrastiveDenoising:
         self.box_noise_scale = box_noise_scale
         self._reported = False
 
-    def make_queries(self, targets: Targets, num_classes: int, generator: torch.Generator | None) -> DenoisingQueries:
+    def make_queries(self, targets: Targets, num_classes: int, generator: torch.Generator | None) -> NoisedTargets:
         """Noises the targets.
 
         Args:
@@ -118,7 +136,7 @@ class ContrastiveDenoising:
             generator: source of the noise on the targets' device; None takes the device's own.
 
         Returns:
-            The queries, none for a batch without targets.
+            The queries and where they came from; nothing but padding for a batch without targets.
 
         Notes:
             Never waits for the device. Logs once if max_queries makes it leave targets out.
@@ -136,19 +154,30 @@ class ContrastiveDenoising:
 
         noise = draw_noise((num_groups, 2, len(target)), num_classes, device, generator)
         labels = torch.where(noise.relabel < self.label_noise_ratio / 2, noise.labels, targets.labels[target])
-        shape = (len(targets.counts), 2 * num_groups * slots)
+        num_queries = 2 * num_groups * slots
+        shape = (len(targets.counts), self._pad(num_queries))
         place = (batch.expand_as(query), query)
         boxes_cxcywh = torch.full((*shape, 4), PADDING_BOX, device=device)
         padding_mask = torch.ones(shape, dtype=torch.bool, device=device)
-        return DenoisingQueries(
+        queries = DenoisingQueries(
             labels=labels.new_zeros(shape).index_put_(place, labels),
             boxes_cxcywh=boxes_cxcywh.index_put_(place, self._shift(targets.boxes_cxcywh[target], noise.shifts)),
             padding_mask=padding_mask.index_put_(place, padding_mask.new_zeros(())),
+            group=(torch.arange(shape[1], device=device) // max(1, 2 * slots)).clamp(max=num_groups),
+        )
+        return NoisedTargets(
+            queries=queries,
+            num_queries=num_queries,
+            num_groups=num_groups,
             batch=batch.expand_as(query[:, 0]).flatten(),
             query=query[:, 0].flatten(),
             target=target.expand_as(query[:, 0]).flatten(),
-            num_groups=num_groups,
         )
+
+    def _pad(self, num_queries: int) -> int:
+        """Rounds a number of queries up to a multiple, at least one, of 2 * num_queries, or to max_queries."""
+        multiple = 2 * self.num_queries
+        return min(max(1, math.ceil(num_queries / multiple)) * multiple, self.max_queries)
 
     def _shift(self, boxes_cxcywh: Tensor, shifts: Tensor) -> Tensor:
         """Moves the sides of boxes [R, 4] by shifts [groups, 2, R, 4]; returns float32 [groups, 2, R, 4]."""

@@ -13,7 +13,7 @@ from models.checkpoints import load_weights
 from models.cuda_graphs import TrainingGraphs
 from models.deformable_detr import box_head, check_sizes, class_head, classify, feature_levels, input_projections
 from models.deformable_transformer import EncoderDecoder, TransformerOutput, best_proposals
-from models.denoising import ContrastiveDenoising, DenoisingQueries
+from models.denoising import ContrastiveDenoising, DenoisingQueries, NoisedTargets
 from models.layers.mlp import MLP
 from models.position_encoding import SinePositionEncoding
 from models.proposals import pixel_proposals
@@ -35,21 +35,6 @@ class ExtraQueries:
     content: Tensor
     reference_points: Tensor
     attention_mask: Tensor
-
-
-@dataclass(frozen=True)
-class EncodedImages:
-    """What the decoder reads of the images.
-
-    Attributes:
-        memory: float [B, S, C], output of the encoder.
-        levels: shapes and padding of the levels.
-        proposals: the encoder's best proposals, where the queries look first.
-    """
-
-    memory: Tensor
-    levels: LevelGeometry
-    proposals: EncoderProposals
 
 
 class DinoTransformer(EncoderDecoder):
@@ -90,33 +75,29 @@ class DinoTransformer(EncoderDecoder):
         self.enc_output_norm = nn.LayerNorm(d_model)
         self.reset_parameters()
 
-    def prepare(
-        self, feature_maps: list[Tensor], padding_masks: list[Tensor], positions: list[Tensor]
-    ) -> EncodedImages:
-        """Encodes the levels and chooses the proposals.
+    def forward(
+        self,
+        feature_maps: list[Tensor],
+        padding_masks: list[Tensor],
+        positions: list[Tensor],
+        extra_queries: ExtraQueries | None,
+    ) -> TransformerOutput:
+        """Encodes the levels, chooses the proposals and decodes the queries.
 
         Args:
             feature_maps: L tensors float [B, C, H_l, W_l], finest first.
             padding_masks: L tensors bool [B, H_l, W_l], True = padding.
             positions: L tensors float32 [B, C, H_l, W_l], position encodings.
+            extra_queries: queries to decode besides, or None.
+
+        Returns:
+            The extra queries and after them the own ones after each layer, their boxes, and the chosen proposals.
 
         Raises:
             ValueError: if there are more queries than the images have pixels on all levels.
         """
         levels, memory = self.encode(feature_maps, padding_masks, positions)
-        return EncodedImages(memory, levels, self._select_proposals(memory, levels))
-
-    def forward(self, encoded: EncodedImages, extra_queries: ExtraQueries | None) -> TransformerOutput:
-        """Decodes the queries.
-
-        Args:
-            encoded: what `prepare` made.
-            extra_queries: queries to decode besides, or None.
-
-        Returns:
-            The extra queries and after them the own ones after each layer, their boxes, and the chosen proposals.
-        """
-        memory, proposals = encoded.memory, encoded.proposals
+        proposals = self._select_proposals(memory, levels)
         reference_points = proposals.boxes_cxcywh.detach()
         query = self.tgt_embed.weight.expand(len(memory), -1, -1)
         attention_mask = None
@@ -124,7 +105,7 @@ class DinoTransformer(EncoderDecoder):
             query = torch.cat((extra_queries.content, query), dim=1)
             reference_points = torch.cat((extra_queries.reference_points, reference_points), dim=1)
             attention_mask = extra_queries.attention_mask
-        decoded = self.decoder(query, None, reference_points, memory, encoded.levels, attention_mask)
+        decoded = self.decoder(query, None, reference_points, memory, levels, attention_mask)
         return TransformerOutput(decoded.hidden, reference_points, decoded.boxes_cxcywh, proposals)
 
     def _select_proposals(self, memory: Tensor, levels: LevelGeometry) -> EncoderProposals:
@@ -169,8 +150,7 @@ class Dino(nn.Module):
             position_encoding: encodes the positions of each level in the transformer's width.
             transformer: encoder and decoder.
             denoising: noises the targets in training.
-            graphs: replays the encoding of the images in training, proposals included, where it is to be captured; the
-                decoder, which has another number of queries in each batch, computes eagerly.
+            graphs: replays the whole model in training where it is to be captured, but for the noising of the targets.
             num_classes: number of contiguous classes.
             weights: checkpoint to start from, see `load_weights`; None starts from the initialisation.
 
@@ -217,21 +197,26 @@ class Dino(nn.Module):
         noised = None
         if self.training and targets is not None:
             noised = self.denoising.make_queries(targets, self.num_classes, generator)
-        encoded = self.graphs.run(self, self._encode, batch)
-        decoded = self.transformer(encoded, None if noised is None else self._embed(noised))
-        logits, boxes_cxcywh = classify(self.class_embed, decoded.hidden), decoded.boxes_cxcywh
-        if noised is None:
-            return DetectorOutput(logits, boxes_cxcywh, decoded.proposals)
-        known, num_matched = noised.labels.shape[1], self.transformer.num_queries
-        known_logits, logits = logits.split((known, num_matched), dim=2)
-        known_boxes, boxes_cxcywh = boxes_cxcywh.split((known, num_matched), dim=2)
+        output = self.graphs.run(self, self._detect, (batch, None if noised is None else noised.queries))
+        return output if noised is None else self._split(output, noised)
+
+    def _detect(self, inputs: tuple[ImageBatch, DenoisingQueries | None]) -> DetectorOutput:
+        """Decodes noised targets, if there are any, and after them the own queries."""
+        batch, noised = inputs
+        extra_queries = None if noised is None else self._embed(noised)
+        decoded = self.transformer(*feature_levels(self.backbone, self.input_proj, batch), extra_queries)
+        return DetectorOutput(classify(self.class_embed, decoded.hidden), decoded.boxes_cxcywh, decoded.proposals)
+
+    def _split(self, output: DetectorOutput, noised: NoisedTargets) -> DetectorOutput:
+        """Splits predictions for all queries into those for noised targets and own ones; leaves the padding out."""
+        num_matched, known = self.transformer.num_queries, noised.num_queries
+        sizes = (known, noised.queries.labels.shape[1] - known, num_matched)
+        known_logits, _, logits = output.logits.split(sizes, dim=2)
+        known_boxes, _, boxes_cxcywh = output.boxes_cxcywh.split(sizes, dim=2)
         denoising = DenoisingOutput(
             known_logits, known_boxes, noised.batch, noised.query, noised.target, noised.num_groups
         )
-        return DetectorOutput(logits, boxes_cxcywh, decoded.proposals, denoising)
-
-    def _encode(self, batch: ImageBatch) -> EncodedImages:
-        return self.transformer.prepare(*feature_levels(self.backbone, self.input_proj, batch))
+        return DetectorOutput(logits, boxes_cxcywh, output.proposals, denoising)
 
     def _embed(self, noised: DenoisingQueries) -> ExtraQueries:
         """Turns noised labels and boxes into queries; padding has no content."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from models.criterion import Criterion
 from models.cuda_graphs import TrainingGraphs
 from models.cuda_pass import FlatRegion, GradientBuffers, restoring_buffers
 from models.structures import Detections, DetectorOutput, EncoderProposals, ImageBatch, Targets, take_apart
@@ -218,3 +219,38 @@ def test_detectors_learn_the_same_through_the_cache(
     (expected, expected_buffers), (found, buffers) = results
     assert differing(found, expected) == {}
     assert all(torch.equal(buffers[name], buffer) for name, buffer in expected_buffers.items())
+
+
+def make_targets(*counts: int) -> Targets:
+    generator = torch.Generator().manual_seed(2)
+    centers, sizes = torch.rand(sum(counts), 2, generator=generator) * 0.4 + 0.3, torch.full((sum(counts), 2), 0.3)
+    return Targets(torch.arange(sum(counts)) % 5, torch.cat((centers, sizes), dim=1), counts)
+
+
+def test_dino_learns_the_same_from_any_numbers_of_targets(
+    make_dino: Callable[..., Any],
+    make_batch: Callable[..., ImageBatch],
+    criterion: Criterion,
+    gradients_of: Callable[[nn.Module], dict[str, Tensor]],
+    differing: Callable[..., dict[str, float]],
+) -> None:
+    counts = [(1, 0), (0, 0), (4, 2), (7, 1), (0, 3), (7, 7), (30, 1)]
+    results = []
+    for graphs in (TrainingGraphs(enabled=False, max_sizes=1), make_graphs(max_sizes=3)):
+        model, found = make_dino().train(), {}
+        model.graphs = graphs
+        for step, numbers in enumerate(counts):
+            torch.manual_seed(step)
+            targets = make_targets(*numbers)
+            output = model(make_batch(seed=step), targets)
+            losses = criterion(output, targets, lambda count: count)
+            model.zero_grad()
+            losses.total.backward()
+            tensors = {f"output {index}": tensor.detach() for index, tensor in enumerate(take_apart(output)[0])}
+            computed = tensors | losses.terms | gradients_of(model)
+            found |= {f"{numbers} {name}": tensor.clone() for name, tensor in computed.items()}
+        results.append(found)
+    assert (graphs.captures, graphs.eager_passes) == (3, 0), "12, 24 and 40 denoising queries"
+    assert differing(results[1], results[0]) == {}
+    gradient = "label_enc.weight"
+    assert not torch.equal(results[0][f"(7, 1) {gradient}"], results[0][f"(7, 7) {gradient}"]), "the control"

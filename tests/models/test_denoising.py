@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.denoising import ContrastiveDenoising, DenoisingQueries
+from models.denoising import ContrastiveDenoising, NoisedTargets
 from models.structures import Targets
 
 NUM_CLASSES = 7
@@ -25,35 +25,55 @@ def make_targets(*counts: int) -> Targets:
     return Targets(labels, torch.cat((centers, sizes), dim=1), counts)
 
 
-def queries(targets: Targets, seed: int = 0, **overrides: Any) -> DenoisingQueries:
+def queries(targets: Targets, seed: int = 0, **overrides: Any) -> NoisedTargets:
     return build(**overrides).make_queries(targets, NUM_CLASSES, torch.Generator().manual_seed(seed))
 
 
 def test_layout_by_hand() -> None:
     made = queries(make_targets(1, 0, 2))
     assert made.num_groups == 2  # 4 positives aimed at, 2 targets in the fullest image
-    empty = [True] * 8
+    assert made.num_queries == 8
     one = [False, True, False, True, False, True, False, True]
-    assert made.padding_mask.tolist() == [one, empty, [False] * 8]
+    assert made.queries.padding_mask.tolist() == [one, [True] * 8, [False] * 8]
     positives = list(zip(made.batch.tolist(), made.query.tolist(), made.target.tolist(), strict=True))
     assert positives == [(0, 0, 0), (2, 0, 1), (2, 1, 2), (0, 4, 0), (2, 4, 1), (2, 5, 2)]
 
 
 @pytest.mark.parametrize(
-    ("counts", "num_groups", "slots"),
-    [((1,), 4, 1), ((3, 1), 1, 3), ((9, 2), 1, 9), ((0, 0), 4, 0), ((50,), 1, 20)],
+    ("counts", "num_groups", "slots", "padded"),
+    [
+        ((1,), 4, 1, 8),
+        ((3, 1), 1, 3, 8),
+        ((9, 2), 1, 9, 24),
+        ((0, 0), 4, 0, 8),
+        ((17,), 1, 17, 38),
+        ((50,), 1, 19, 38),
+    ],
 )
-def test_groups_and_slots(counts: tuple[int, ...], num_groups: int, slots: int) -> None:
-    made = queries(make_targets(*counts))
-    assert made.num_groups == num_groups
-    assert made.labels.shape == made.padding_mask.shape == (len(counts), 2 * num_groups * slots)
-    assert made.boxes_cxcywh.shape == (len(counts), 2 * num_groups * slots, 4)
+def test_groups_slots_and_padding(counts: tuple[int, ...], num_groups: int, slots: int, padded: int) -> None:
+    made = queries(make_targets(*counts), max_queries=38)
+    known = 2 * num_groups * slots
+    assert (made.num_groups, made.num_queries) == (num_groups, known)
+    assert made.queries.labels.shape == made.queries.padding_mask.shape == (len(counts), padded)
+    assert made.queries.boxes_cxcywh.shape == (len(counts), padded, 4)
+    assert made.queries.group.shape == (padded,)
+    assert made.queries.padding_mask[:, known:].all()
+    assert (~made.queries.padding_mask).sum() == 2 * num_groups * sum(min(n, slots) for n in counts)
     assert len(made.batch) == len(made.query) == len(made.target) == num_groups * sum(min(n, slots) for n in counts)
+
+
+def test_numbers_of_targets_share_few_numbers_of_queries() -> None:
+    sizes = {
+        count: queries(make_targets(count), num_queries=100, max_queries=400).queries.labels.shape[1]
+        for count in range(251)
+    }
+    assert {size for count, size in sizes.items() if count <= 100} == {200}
+    assert {size for count, size in sizes.items() if count > 100} == {400}
 
 
 def test_the_cap_also_bounds_the_groups() -> None:
     made = queries(make_targets(1), num_queries=100, max_queries=40)
-    assert (made.num_groups, made.labels.shape[1]) == (20, 40)
+    assert (made.num_groups, made.num_queries, made.queries.labels.shape[1]) == (20, 40, 40)
 
 
 def test_without_noise_queries_are_the_targets() -> None:
@@ -61,9 +81,10 @@ def test_without_noise_queries_are_the_targets() -> None:
     made = queries(targets, num_queries=6, label_noise_ratio=0.0, box_noise_scale=0.0)
     for offset in (0, 3):  # positives, then negatives of the same group
         place = (made.batch, made.query + offset)
-        assert torch.equal(made.labels[place], targets.labels[made.target])
-        torch.testing.assert_close(made.boxes_cxcywh[place], targets.boxes_cxcywh[made.target])
-    assert (made.boxes_cxcywh[made.padding_mask] == 0.5).all()
+        assert torch.equal(made.queries.labels[place], targets.labels[made.target])
+        torch.testing.assert_close(made.queries.boxes_cxcywh[place], targets.boxes_cxcywh[made.target])
+    assert (made.queries.boxes_cxcywh[made.queries.padding_mask] == 0.5).all()
+    assert (made.queries.labels[made.queries.padding_mask] == 0).all()
 
 
 def test_positives_move_up_to_half_a_size_and_negatives_up_to_twice_as_much() -> None:
@@ -71,7 +92,8 @@ def test_positives_move_up_to_half_a_size_and_negatives_up_to_twice_as_much() ->
     made = queries(targets, num_queries=1000, max_queries=2000, box_noise_scale=scale)
     shifts = []
     for offset in (0, slots):
-        noised, original = made.boxes_cxcywh[made.batch, made.query + offset], targets.boxes_cxcywh[made.target]
+        place = (made.batch, made.query + offset)
+        noised, original = made.queries.boxes_cxcywh[place], targets.boxes_cxcywh[made.target]
         sides = [
             torch.cat((box[:, :2] - box[:, 2:] / 2, box[:, :2] + box[:, 2:] / 2), dim=1) for box in (noised, original)
         ]
@@ -90,7 +112,7 @@ def test_positives_move_up_to_half_a_size_and_negatives_up_to_twice_as_much() ->
 def test_boxes_stay_inside_the_image() -> None:
     targets = Targets(torch.zeros(1, dtype=torch.int64), torch.tensor([[0.1, 0.9, 0.4, 0.3]]), (1,))
     made = queries(targets, num_queries=500, max_queries=1000)
-    center, size = made.boxes_cxcywh.split(2, dim=-1)
+    center, size = made.queries.boxes_cxcywh.split(2, dim=-1)
     sides = torch.cat((center - size / 2, center + size / 2), dim=-1)
     assert sides.min() == pytest.approx(0, abs=1e-6)
     assert sides.max() == pytest.approx(1, abs=1e-6)
@@ -100,7 +122,7 @@ def test_boxes_stay_inside_the_image() -> None:
 def test_labels_are_replaced_with_half_the_ratio(ratio: float, changed: float) -> None:
     targets = make_targets(4)
     made = queries(targets, num_queries=4000, max_queries=8000, label_noise_ratio=ratio)
-    labels = made.labels[made.batch, made.query]
+    labels = made.queries.labels[made.batch, made.query]
     rate = (labels != targets.labels[made.target]).float().mean()
     assert rate == pytest.approx(changed * (1 - 1 / NUM_CLASSES), abs=0.03)
     assert labels.min() >= 0
@@ -109,22 +131,37 @@ def test_labels_are_replaced_with_half_the_ratio(ratio: float, changed: float) -
 
 def test_the_generator_decides() -> None:
     targets = make_targets(3, 1)
-    first, again, other = (queries(targets, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (queries(targets, seed=seed).queries for seed in (1, 1, 2))
     assert torch.equal(first.boxes_cxcywh, again.boxes_cxcywh)
     assert torch.equal(first.labels, again.labels)
     assert not torch.equal(first.boxes_cxcywh, other.boxes_cxcywh)
 
 
 def test_attention_mask_by_plain_loops() -> None:
-    made, num_matching = queries(make_targets(1, 2)), 3
-    known = made.labels.shape[1]
-    mask = made.attention_mask(num_matching)
-    assert mask.shape == (known + num_matching, known + num_matching)
+    made, num_matching = queries(make_targets(1, 3)), 3
+    known, padded = made.num_queries, made.queries.labels.shape[1]
+    assert (known, padded) == (6, 8)
+    mask = made.queries.attention_mask(num_matching)
+    assert mask.shape == (padded + num_matching, padded + num_matching)
     group_size = known // made.num_groups
-    for row in range(known + num_matching):
-        for column in range(known + num_matching):
-            same_group = row < known and row // group_size == column // group_size
-            assert mask[row, column] == (column < known and not same_group), (row, column)
+
+    def group_of(query: int) -> int | str:
+        return query // group_size if query < known else "padding" if query < padded else "matching"
+
+    for row in range(padded + num_matching):
+        for column in range(padded + num_matching):
+            same_group = group_of(row) == group_of(column)
+            assert mask[row, column] == (column < padded and not same_group), (row, column)
+
+
+@pytest.mark.parametrize("counts", [(1, 2), (3, 0), (0, 0), (50,)])
+def test_padding_is_seen_by_no_other_query_and_sees_some(counts: tuple[int, ...]) -> None:
+    made = queries(make_targets(*counts))
+    padded = made.queries.labels.shape[1]
+    mask = made.queries.attention_mask(num_matching_queries=3)
+    assert mask[: made.num_queries, made.num_queries : padded].all()
+    assert mask[padded:, :padded].all()
+    assert not mask.all(1).any(), "a softmax over nothing is not a number"
 
 
 def test_dense_images_are_noised_in_part_and_reported_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -136,12 +173,13 @@ def test_dense_images_are_noised_in_part_and_reported_once(caplog: pytest.LogCap
         "(raise model.denoising.max_queries if memory allows)"
     ]
     for made in parts:
-        assert made.labels.shape == (2, 40)
+        assert made.queries.labels.shape == (2, 40)
         dense = made.target[made.batch == 1]
         assert len(dense.unique()) == len(dense) == 20
         assert dense.min() >= 3
         assert made.target[made.batch == 0].tolist() == [0, 1, 2]
-        torch.testing.assert_close(made.boxes_cxcywh[made.batch, made.query], targets.boxes_cxcywh[made.target])
+        boxes_cxcywh = made.queries.boxes_cxcywh[made.batch, made.query]
+        torch.testing.assert_close(boxes_cxcywh, targets.boxes_cxcywh[made.target])
     assert not torch.equal(parts[0].target, parts[1].target)
 
 

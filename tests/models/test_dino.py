@@ -9,9 +9,11 @@ import torch
 from models.criterion import Criterion
 from models.denoising import ContrastiveDenoising
 from models.dino import Dino
-from models.structures import DetectorOutput, ImageBatch, Targets
+from models.structures import DetectorOutput, ImageBatch, Targets, take_apart
 
 COUNTS = (1, 3)
+# Of the norm: float32 sums in another order, through all layers and back.
+MAX_RELATIVE_DIFFERENCE = 1e-4
 
 
 def make_targets(*counts: int) -> Targets:
@@ -59,11 +61,57 @@ def test_matching_queries_do_not_see_the_denoising_ones(dino: Dino, image_batch:
 
 def test_without_the_mask_they_would(dino: Dino, image_batch: ImageBatch, monkeypatch: pytest.MonkeyPatch) -> None:
     open_mask = "models.denoising.DenoisingQueries.attention_mask"
-    monkeypatch.setattr(open_mask, lambda self, count: torch.zeros(2 * (self.labels.shape[1] + count,)).bool())
+    monkeypatch.setattr(open_mask, lambda self, count: torch.zeros(2 * (len(self.group) + count,)).bool())
     with torch.no_grad():
         seen = train_once(dino, image_batch, make_targets(*COUNTS))
         alone = dino(image_batch)
     assert (seen.logits - alone.logits).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("counts", [(4, 1), (7, 0), (0, 0)])
+def test_padding_at_the_end_changes_nothing(
+    counts: tuple[int, int],
+    dino: Dino,
+    criterion: Criterion,
+    image_batch: ImageBatch,
+    gradients_of: Callable[[torch.nn.Module], dict[str, torch.Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    targets, computed = make_targets(*counts), []
+    for padded in (True, False):
+        if not padded:
+            monkeypatch.setattr(ContrastiveDenoising, "_pad", lambda self, num_queries: num_queries)
+        dino.zero_grad()
+        output = train_once(dino, image_batch, targets)
+        losses = criterion(output, targets, lambda count: count)
+        losses.total.backward()
+        outputs = {f"output {index}": tensor for index, tensor in enumerate(take_apart(output)[0])}
+        gradients = [gradients_of(part) for part in (dino.transformer, dino.label_enc)]
+        computed.append(outputs | losses.terms | gradients[0] | gradients[1])
+    with_padding, without = computed
+    assert with_padding.keys() == without.keys()
+    for name, expected in without.items():
+        difference = (with_padding[name] - expected).float().norm()
+        assert difference <= MAX_RELATIVE_DIFFERENCE * expected.float().norm(), name
+
+
+def test_seen_padding_would_change_the_others(
+    dino: Dino, image_batch: ImageBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    targets, make_queries = make_targets(7, 1), dino.denoising.make_queries
+    with torch.no_grad():
+        hidden = train_once(dino, image_batch, targets).denoising
+
+        def show(*args: Any) -> Any:
+            made = make_queries(*args)
+            assert len(made.queries.group) > made.num_queries
+            return replace(made, queries=replace(made.queries, group=torch.zeros_like(made.queries.group)))
+
+        monkeypatch.setattr(dino.denoising, "make_queries", show)
+        seen = train_once(dino, image_batch, targets).denoising
+    assert hidden is not None
+    assert seen is not None
+    assert (seen.logits - hidden.logits).abs().max() > 1e-3
 
 
 def test_groups_do_not_see_each_other(dino: Dino, image_batch: ImageBatch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +121,9 @@ def test_groups_do_not_see_each_other(dino: Dino, image_batch: ImageBatch, monke
 
         def change_first_group(*args: Any) -> Any:
             made = make_queries(*args)
-            return replace(made, labels=torch.cat(((made.labels[:, :6] + 1) % 5, made.labels[:, 6:]), dim=1))
+            labels = made.queries.labels
+            changed = torch.cat(((labels[:, :6] + 1) % 5, labels[:, 6:]), dim=1)
+            return replace(made, queries=replace(made.queries, labels=changed))
 
         monkeypatch.setattr(dino.denoising, "make_queries", change_first_group)
         actual = train_once(dino, image_batch, targets).denoising
