@@ -163,4 +163,4 @@ def test_a_run_without_a_closed_log_window_still_has_a_summary(detector, tmp_pat
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["steps"] == 1
     assert math.isnan(summary["loss_last"])
-    assert summary["manifest"]["config"] == {"seed": 0}
+    assert summary["manifest"]["config"]["seed"] == 0
