@@ -1,8 +1,10 @@
 """Steps on batches that change: of many sizes, as multi-scale training has them, and from a loader with its images.
 
 Both are set beside what does not change: one size of the same area, and the same batches lying on the device already.
+Each size costs a capture when it is first met, which takes longer than all else, so that lines say how far they are.
 """
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,8 +22,10 @@ from models.cuda_graphs import TrainingGraphs
 from models.environment import cut_folders
 from models.structures import Targets
 from parity.phases import synchronize
+from parity.recording import Progress
 from parity.step_benchmark import StepCase, SyntheticStep, TrainingBatch, compose_case, draw_batch, naming
 from parity.timing import percentile
+from parity.training import end_workers
 
 Size = tuple[int, int]
 """(height, width) in pixels."""
@@ -32,6 +36,11 @@ _SEED = 0
 _LARGEST_RATIO = 2.0
 """Of the sides of an image; nearly all of COCO's lie below."""
 _DRAWS_PER_SIZE = 1000
+
+
+def print_aside(line: str) -> None:
+    """Prints a line on the standard error, at once: the standard output has the rows alone."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def draw_sizes(scales: Sequence[int], max_size: int, count: int) -> list[Size]:
@@ -72,7 +81,9 @@ def draw_padded(case: StepCase, size_hw: Size, padded_hw: Size) -> TrainingBatch
     return images.masked_fill(padding_mask.unsqueeze(1), 0), padding_mask, targets
 
 
-def measure_sizes(step: SyntheticStep, case: StepCase, count: int, warmup: int, repeats: int) -> dict[str, Any]:
+def measure_sizes(
+    step: SyntheticStep, case: StepCase, count: int, warmup: int, repeats: int, progress: Progress = print_aside
+) -> dict[str, Any]:
     """Times steps on batches of many sizes, and on one size of their median area.
 
     Args:
@@ -81,6 +92,7 @@ def measure_sizes(step: SyntheticStep, case: StepCase, count: int, warmup: int, 
         count: different sizes, see `draw_sizes`; each is met `ROUNDS` times in random order.
         warmup: steps before.
         repeats: measured steps of the one size.
+        progress: called with a line now and then.
 
     Returns:
         The case; `sizes`, `padded_sizes` (different ones), `size_divisor`; `sizes_ms`, wall times of all steps on all
@@ -103,19 +115,24 @@ def measure_sizes(step: SyntheticStep, case: StepCase, count: int, warmup: int, 
     fixed = sorted((padded for _, padded in pairs), key=lambda padded: padded[0] * padded[1])[count // 2]
     batches = [step.place(draw_padded(case, *pair)) for pair in pairs]
     fixed_batch = step.place(draw_padded(case, fixed, fixed))
+    progress(
+        f"{count} sizes, {len({padded for _, padded in pairs})} padded; {warmup} steps of {_name(fixed)} to warm up"
+    )
     step.take(fixed_batch)
     step.warm_up(warmup)
-    graphs = step.detector.model.graphs
-    assert isinstance(graphs, TrainingGraphs), "every model has them"
-    before = (counters["stats"]["unique_graphs"], graphs.captures, graphs.eager_passes)
+    before = _count_events(step)
     walls: list[float] = []
+    met = {fixed}
     generator = torch.Generator().manual_seed(_SEED)
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
         for place in torch.randperm(count, generator=generator).tolist():
             step.take(batches[place])
             walls += step.time(1)[0]
-    after = (counters["stats"]["unique_graphs"], graphs.captures, graphs.eager_passes)
-    recompilations, captures, eager_passes = (now - then for now, then in zip(after, before, strict=True))
+            if (padded := pairs[place][1]) not in met:
+                met.add(padded)
+                progress(f"padded size {len(met)}, {_name(padded)}, first met: {walls[-1] / 1000:.1f} s")
+        progress(f"round {number + 1} of {ROUNDS} over the sizes: {sum(walls[-count:]) / 1000:.1f} s")
+    events = _events_since(step, before)
     step.take(fixed_batch)
     step.warm_up(1)  # its place among the graphs may have gone to another size
     fixed_walls, _ = step.time(repeats)
@@ -129,19 +146,23 @@ def measure_sizes(step: SyntheticStep, case: StepCase, count: int, warmup: int, 
         "fixed_size_hw": list(fixed),
         "fixed_ms": _summarise(fixed_walls),
         "times_fixed": percentile(walls, 0.5) / percentile(fixed_walls, 0.5),
-        "recompilations": recompilations,
-        "captures": captures,
-        "eager_passes": eager_passes,
+        **events,
     }
 
 
 def measure_data(
-    step: SyntheticStep, case: StepCase, data: CocoDataModule, steps: int, lead: int | None = None
+    step: SyntheticStep,
+    case: StepCase,
+    data: CocoDataModule,
+    steps: int,
+    lead: int | None = None,
+    progress: Progress = print_aside,
 ) -> dict[str, Any]:
     """Compares training on batches of the full loader with training on the same batches on the device.
 
-    The batches of one epoch are trained on three times: from the loader without a clock, so that all sizes have been
-    met; from the loader again, the same ones since the epoch decides; and from the device's memory.
+    The batches of one epoch are loaded twice: first to be kept on the device, where those of a new size are trained on
+    without a clock; then, the same ones since the epoch decides, to be timed from the loader, and after that from the
+    device's memory.
 
     Args:
         step: of this case.
@@ -150,10 +171,12 @@ def measure_data(
         steps: batches.
         lead: batches before the clock starts, while those that workers have made ahead are used up; None for three a
             worker.
+        progress: called with a line now and then.
 
     Returns:
-        The case; `num_workers`, `steps` (timed ones), `loader_images_per_s`, `device_images_per_s`, and `share`, the
-        ratio of both.
+        The case; `num_workers`, `steps` (timed ones), `padded_sizes` (different ones of all batches),
+        `loader_images_per_s`, `device_images_per_s`, and `share`, the ratio of both; `recompilations`, `captures` and
+        `eager_passes` of CUDA graphs in these two passes, which are 0 where all had been met before.
 
     Raises:
         ValueError: if there are not enough batches.
@@ -165,19 +188,24 @@ def measure_data(
             f"steps must be above {lead}, the batches before the clock starts, and at most the {len(loader)} batches "
             f"of an epoch, got {steps}; set data.repeat_train or the number of steps"
         )
-    kept = []
-    for batch in _first_epoch(loader, steps):
-        kept.append(step.place(_unpack(batch)))
-        step.take(kept[-1])
-        step.warm_up(1)
-    from_loader = _rate(step, (step.place(_unpack(batch)) for batch in _first_epoch(loader, steps)), lead)
-    from_device = _rate(step, iter(kept), lead)
+    progress(f"{steps} batches from {data.num_workers} workers; a step on each size that is new")
+    try:
+        kept, padded_sizes = _meet_sizes(step, loader, steps, progress)
+        before = _count_events(step)
+        progress(f"training from the loader, {steps} steps")
+        from_loader = _rate(step, (step.place(_unpack(batch)) for batch in _first_epoch(loader, steps)), lead)
+    finally:
+        end_workers(loader)
+    progress(f"training from the device, {steps - lead} steps")
+    from_device = _rate(step, iter(kept[lead:]), lead=0)
     return _describe(case, data.batch_size) | {
         "num_workers": data.num_workers,
         "steps": steps - lead,
+        "padded_sizes": padded_sizes,
         "loader_images_per_s": from_loader,
         "device_images_per_s": from_device,
         "share": from_loader / from_device,
+        **_events_since(step, before),
     }
 
 
@@ -196,19 +224,58 @@ def format_stream(row: dict[str, Any]) -> str:
     if "share" in row:
         return (
             f"{words}: {row['loader_images_per_s']:.1f} images/s with {row['num_workers']} workers, "
-            f"{row['device_images_per_s']:.1f} from the device, {100 * row['share']:.1f} %"
+            f"{row['device_images_per_s']:.1f} from the device, {100 * row['share']:.1f} %, "
+            f"{row['padded_sizes']} padded sizes; {_format_events(row)}"
         )
     height, width = row["fixed_size_hw"]
     return (
         f"{words}, {row['sizes']} sizes ({row['padded_sizes']} padded to multiples of {row['size_divisor']}): "
         f"{row['sizes_ms']['median']:.1f} ms, {row['times_fixed']:.3f} times the {row['fixed_ms']['median']:.1f} ms "
-        f"of {height}x{width}; when first met {row['first_round_ms']['median']:.1f} ms; {row['recompilations']} "
-        f"recompilations, {row['captures']} captures, {row['eager_passes']} eager passes"
+        f"of {height}x{width}; when first met {row['first_round_ms']['median']:.1f} ms; {_format_events(row)}"
     )
 
 
 def _describe(case: StepCase, batch: int) -> dict[str, Any]:
     return {"who": "triton-detr", "overrides": cut_folders(case.overrides), "batch": batch}
+
+
+def _name(size_hw: Size) -> str:
+    return "{}x{}".format(*size_hw)
+
+
+def _count_events(step: SyntheticStep) -> dict[str, int]:
+    """Returns how often a step has cost more than a step so far, by kind."""
+    graphs = step.detector.model.graphs
+    assert isinstance(graphs, TrainingGraphs), "every model has them"
+    compiled: int = counters["stats"]["unique_graphs"]
+    return {"recompilations": compiled, "captures": graphs.captures, "eager_passes": graphs.eager_passes}
+
+
+def _events_since(step: SyntheticStep, before: dict[str, int]) -> dict[str, int]:
+    return {kind: count - before[kind] for kind, count in _count_events(step).items()}
+
+
+def _format_events(row: dict[str, Any]) -> str:
+    return ", ".join(f"{row[kind]} {kind.replace('_', ' ')}" for kind in ("recompilations", "captures", "eager_passes"))
+
+
+def _meet_sizes(step: SyntheticStep, loader: Any, steps: int, progress: Progress) -> tuple[list[TrainingBatch], int]:
+    """Trains on the first batch of each padded size; returns all batches, on the device, and the number of sizes."""
+    kept: list[TrainingBatch] = []
+    met: set[Size] = set()
+    begin = time.perf_counter()
+    for batch in _first_epoch(loader, steps):
+        kept.append(step.place(_unpack(batch)))
+        height, width = batch["images"].shape[-2:]
+        padded = (height, width)
+        if padded in met:
+            continue
+        met.add(padded)
+        step.take(kept[-1])
+        step.warm_up(1)
+        synchronize(step.device)
+        progress(f"padded size {len(met)}, {_name(padded)}, in batch {len(kept)}: {time.perf_counter() - begin:.1f} s")
+    return kept, len(met)
 
 
 def _first_epoch(loader: Any, steps: int) -> Iterator[Batch]:

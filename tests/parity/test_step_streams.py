@@ -1,6 +1,7 @@
 """Steps on many sizes, and on the batches of a loader."""
 
 import json
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from PIL import Image
 
 from models.compilation import Region
-from parity.step_benchmark import StepCase, SyntheticStep
+from parity.step_benchmark import StepCase, SyntheticStep, TrainingBatch
 from parity.step_streams import (
     ROUNDS,
     build_data,
@@ -18,6 +19,7 @@ from parity.step_streams import (
     measure_data,
     measure_sizes,
     pad_size,
+    print_aside,
 )
 
 WORDS = ("model=deformable_detr_tiny", "backbone=resnet18", "op=reference")
@@ -33,6 +35,11 @@ def test_sizes_are_those_of_multi_scale_training() -> None:
     assert max(max(size) for size in sizes) <= 1333
     assert 10 < sum(height > width for height, width in sizes) < 40
     assert all(min(height, width) in (480, 640, 800) or max(height, width) > 1330 for height, width in sizes)
+
+
+def test_progress_does_not_mix_with_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    print_aside("round 1 of 4")
+    assert capsys.readouterr() == ("", "round 1 of 4\n")
 
 
 def test_more_sizes_than_there_are_is_refused() -> None:
@@ -60,7 +67,8 @@ def test_a_row_of_many_sizes() -> None:
     seen = []
     take = step.take
     step.take = lambda batch: (seen.append(tuple(batch[0].shape[2:])), take(batch))[1]  # type: ignore[method-assign]
-    row = measure_sizes(step, case, count=5, warmup=1, repeats=3)
+    lines: list[str] = []
+    row = measure_sizes(step, case, count=5, warmup=1, repeats=3, progress=lines.append)
     assert json.loads(json.dumps(row)) == row
     assert (row["sizes"], row["size_divisor"], row["batch"], row["boxes"]) == (5, 32, 1, 2)
     assert 1 < row["padded_sizes"] <= 5
@@ -74,6 +82,8 @@ def test_a_row_of_many_sizes() -> None:
     assert (row["recompilations"], row["captures"], row["eager_passes"]) == (0, 0, 0)
     assert "5 sizes" in format_stream(row)
     assert "0 recompilations, 0 captures, 0 eager passes" in format_stream(row)
+    assert sum(line.startswith("padded size ") for line in lines) == row["padded_sizes"] - 1, "the fixed one is met"
+    assert sum(line.startswith("round ") for line in lines) == ROUNDS
 
 
 @pytest.mark.gpu
@@ -125,15 +135,28 @@ def write_data(folder: Path) -> tuple[str, ...]:
 def test_a_loader_beside_its_batches_on_the_device(num_workers: int, tmp_path: Path) -> None:
     case = StepCase((*WORDS, *write_data(tmp_path), "data.repeat_train=2"), 2, 8, 8, 2)
     step = SyntheticStep(case, CPU)
-    seen = []
+    seen: list[tuple[float, torch.Size]] = []
+    lines: list[str] = []
     take = step.take
-    step.take = lambda batch: (seen.append(batch[0].double().sum().item()), take(batch))[1]  # type: ignore[method-assign]
-    row = measure_data(step, case, build_data(case, num_workers), steps=5, lead=2)
+
+    def take_noted(batch: TrainingBatch) -> None:
+        seen.append((batch[0].double().sum().item(), batch[0].shape))
+        take(batch)
+
+    step.take = take_noted  # type: ignore[method-assign]
+    before = set(multiprocessing.active_children())
+    row = measure_data(step, case, build_data(case, num_workers), steps=5, lead=2, progress=lines.append)
+    assert not set(multiprocessing.active_children()) - before
     assert json.loads(json.dumps(row)) == row
     assert (row["batch"], row["num_workers"], row["steps"]) == (2, num_workers, 3)
     assert row["share"] == pytest.approx(row["loader_images_per_s"] / row["device_images_per_s"])
-    assert seen[:5] == seen[5:10] == seen[10:], "the same batches each time"
-    assert len(set(seen)) == 5
+    first_met, loaded, kept = seen[: row["padded_sizes"]], seen[row["padded_sizes"] : -3], seen[-3:]
+    assert len(set(loaded)) == len(loaded) == 5
+    assert kept == loaded[2:], "the same batches from the device, from where the clock starts"
+    assert {shape for _, shape in first_met} == {shape for _, shape in loaded}, "every size has been met before"
+    assert len({shape for _, shape in first_met}) == len(first_met) > 1, "and each once"
+    assert set(first_met) <= set(loaded)
+    assert sum(line.startswith("padded size ") for line in lines) == row["padded_sizes"]
     assert f"with {num_workers} workers" in format_stream(row)
     assert str(tmp_path.parent) not in json.dumps(row), "folders of this machine say nothing to others"
 
