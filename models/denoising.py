@@ -15,6 +15,7 @@ import logging
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -146,10 +147,7 @@ class ContrastiveDenoising:
         num_groups = max(1, min(self.num_queries, self.max_queries // 2) // max(1, slots))
         self._report_cap(largest)
         device = targets.labels.device
-        chosen = _choose_targets(targets.counts, slots, device, generator)
-        target = torch.cat(chosen)
-        batch = torch.cat([torch.full_like(part, image) for image, part in enumerate(chosen)])
-        slot = torch.cat([torch.arange(len(part), device=device) for part in chosen])
+        batch, slot, target = _choose_targets(targets.counts, slots, device, generator)
         query = torch.arange(2 * num_groups, device=device).view(num_groups, 2, 1) * slots + slot
 
         noise = draw_noise((num_groups, 2, len(target)), num_classes, device, generator)
@@ -181,10 +179,10 @@ class ContrastiveDenoising:
 
     def _shift(self, boxes_cxcywh: Tensor, shifts: Tensor) -> Tensor:
         """Moves the sides of boxes [R, 4] by shifts [groups, 2, R, 4]; returns float32 [groups, 2, R, 4]."""
-        outward = torch.where(shifts < 0, -1.0, 1.0)
-        negative = torch.arange(2, device=shifts.device).view(2, 1, 1)
+        further = torch.arange(2.0, device=shifts.device).view(2, 1, 1)  # nothing for positives, one for negatives
         half_sizes = boxes_cxcywh[:, 2:].repeat(1, 2) / 2
-        shifted = cxcywh_to_xyxy(boxes_cxcywh) + (shifts + outward * negative) * half_sizes * self.box_noise_scale
+        shifts = (shifts + torch.copysign(further, shifts)) * half_sizes * self.box_noise_scale
+        shifted = cxcywh_to_xyxy(boxes_cxcywh) + shifts
         return xyxy_to_cxcywh(shifted.clamp(min=0, max=1))
 
     def _report_cap(self, num_targets: int) -> None:
@@ -220,13 +218,18 @@ def draw_noise(
 
 def _choose_targets(
     counts: tuple[int, ...], slots: int, device: torch.device, generator: torch.Generator | None
-) -> list[Tensor]:
-    """Returns the targets of each image that are noised, int64 [at most slots]: all of them, or a random part."""
-    chosen, start = [], 0
-    for count in counts:
-        order = torch.arange(count, device=device)
+) -> Tensor:
+    """Chooses the targets of each image that are noised: all of them, or a random part of `slots`.
+
+    Returns:
+        int64 [3, R]: the image of each, its slot, and its index in the concatenated targets.
+    """
+    kept, starts = np.minimum(counts, slots), np.cumsum((0, *counts))[:-1]
+    batch = np.repeat(np.arange(len(counts)), kept)
+    slot = np.arange(len(batch)) - np.repeat(np.cumsum(kept) - kept, kept)
+    chosen = torch.from_numpy(np.stack((batch, slot, starts[batch] + slot))).to(device, non_blocking=True)
+    for count, start, part in zip(counts, starts, chosen[2].split(kept.tolist()), strict=True):
         if count > slots:
-            order = torch.rand(count, device=device, generator=generator).argsort()[:slots]
-        chosen.append(start + order)
-        start += count
+            order = torch.rand(count, device=device, generator=generator).argsort()
+            part.copy_(order[:slots] + int(start))
     return chosen
