@@ -1,7 +1,8 @@
 """CUDA graphs of the training pass: forward and backward of a region are captured once a size and replayed.
 
-A region is the part of a detector whose kernels follow from the padded size of the images alone. The host launches its
-some thousand kernels one by one otherwise, which takes longer than the kernels do.
+A region is the part of a detector whose kernels follow from the sizes of its inputs alone: of the padded images and, in
+DINO, of the padded denoising queries. The host launches its some thousand kernels one by one otherwise, which takes
+longer than the kernels do.
 """
 
 import logging
@@ -86,9 +87,9 @@ class TrainingGraphs:
 
         Args:
             module: owns all parameters and buffers that the region uses; always the same module.
-            region: maps a record of tensors (a frozen dataclass) to another one; always the same function, which
-                neither waits for the device nor changes anything but buffers.
-            inputs: tensors without gradients.
+            region: maps a record of tensors (frozen dataclasses, tuples, None for a part that is not there) to another
+                one; always the same function, which neither waits for the device nor changes anything but buffers.
+            inputs: tensors without gradients; what else the record holds follows from their sizes.
 
         Returns:
             The output. That of a graph is overwritten by the next run with inputs of this size.
