@@ -172,10 +172,10 @@ class ContrastiveDenoising:
             target=target.expand_as(query[:, 0]).flatten(),
         )
 
-    def _pad(self, num_queries: int) -> int:
-        """Rounds a number of queries up to a multiple, at least one, of 2 * num_queries, or to max_queries."""
+    def _pad(self, needed: int) -> int:
+        """Rounds a number of queries up to a multiple of 2 * num_queries, at least one, or to max_queries."""
         multiple = 2 * self.num_queries
-        return min(max(1, math.ceil(num_queries / multiple)) * multiple, self.max_queries)
+        return min(max(1, math.ceil(needed / multiple)) * multiple, self.max_queries)
 
     def _shift(self, boxes_cxcywh: Tensor, shifts: Tensor) -> Tensor:
         """Moves the sides of boxes [R, 4] by shifts [groups, 2, R, 4]; returns float32 [groups, 2, R, 4]."""
@@ -222,7 +222,8 @@ def _choose_targets(
     """Chooses the targets of each image that are noised: all of them, or a random part of `slots`.
 
     Returns:
-        int64 [3, R]: the image of each, its slot, and its index in the concatenated targets.
+        int64 [3, R]: the image of each, its slot, and its index in the concatenated targets; made on the host, which
+        copies some kilobytes without waiting.
     """
     kept, starts = np.minimum(counts, slots), np.cumsum((0, *counts))[:-1]
     batch = np.repeat(np.arange(len(counts)), kept)

@@ -52,6 +52,13 @@ class EagerPass:
             buffer.copy_(gradient)
 
 
+class StillPass(EagerPass):
+    """Answers with what it computed when it was made."""
+
+    def forward(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        return self._outputs
+
+
 def make_graphs(max_sizes: int = 2) -> TrainingGraphs:
     return TrainingGraphs(enabled=True, max_sizes=max_sizes, make_capture=lambda device: EagerPass)
 
@@ -219,6 +226,28 @@ def test_detectors_learn_the_same_through_the_cache(
     (expected, expected_buffers), (found, buffers) = results
     assert differing(found, expected) == {}
     assert all(torch.equal(buffers[name], buffer) for name, buffer in expected_buffers.items())
+
+
+@pytest.mark.parametrize("variant", ["base", "two_stage", "dino"])
+def test_a_replay_leaves_no_module_to_eager_code(
+    variant: str,
+    make_detector: Callable[..., Any],
+    make_dino: Callable[..., Any],
+    make_batch: Callable[..., ImageBatch],
+) -> None:
+    two_stage = variant == "two_stage"
+    model = (make_dino() if variant == "dino" else make_detector(two_stage, two_stage=two_stage)).train()
+    called: list[nn.Module] = []
+    for module in model.children():
+        for part in module.modules():
+            part.register_forward_hook(lambda part, inputs, output: called.append(part))
+    model.graphs = TrainingGraphs(enabled=True, max_sizes=1, make_capture=lambda device: StillPass)
+    model(make_batch(), make_targets(1, 0))
+    assert called, "the control: capturing calls them"
+    called.clear()
+    model(make_batch(seed=1), make_targets(2, 4))
+    assert called == []
+    assert model.graphs.captures == 1
 
 
 def make_targets(*counts: int) -> Targets:

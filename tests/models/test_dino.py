@@ -80,7 +80,7 @@ def test_padding_at_the_end_changes_nothing(
     targets, computed = make_targets(*counts), []
     for padded in (True, False):
         if not padded:
-            monkeypatch.setattr(ContrastiveDenoising, "_pad", lambda self, num_queries: num_queries)
+            monkeypatch.setattr(ContrastiveDenoising, "_pad", lambda self, needed: needed)
         dino.zero_grad()
         output = train_once(dino, image_batch, targets)
         losses = criterion(output, targets, lambda count: count)
