@@ -1,7 +1,7 @@
 """Steps on batches that change: of many sizes, as multi-scale training has them, and from a loader with its images.
 
 Both are set beside what does not change: one size of the same area, and the same batches lying on the device already.
-Each size costs a capture when it is first met, which takes longer than all else, so that lines say how far they are.
+A size that is new costs a capture of about a second, and the first one all that is compiled: lines say how far it is.
 """
 
 import sys
@@ -118,20 +118,13 @@ def measure_sizes(
     progress(
         f"{count} sizes, {len({padded for _, padded in pairs})} padded; {warmup} steps of {_name(fixed)} to warm up"
     )
+    begin = time.perf_counter()
     step.take(fixed_batch)
     step.warm_up(warmup)
+    synchronize(step.device)
+    progress(f"warmed up: {time.perf_counter() - begin:.1f} s")
     before = _count_events(step)
-    walls: list[float] = []
-    met = {fixed}
-    generator = torch.Generator().manual_seed(_SEED)
-    for number in range(ROUNDS):
-        for place in torch.randperm(count, generator=generator).tolist():
-            step.take(batches[place])
-            walls += step.time(1)[0]
-            if (padded := pairs[place][1]) not in met:
-                met.add(padded)
-                progress(f"padded size {len(met)}, {_name(padded)}, first met: {walls[-1] / 1000:.1f} s")
-        progress(f"round {number + 1} of {ROUNDS} over the sizes: {sum(walls[-count:]) / 1000:.1f} s")
+    walls = _time_rounds(step, batches, [padded for _, padded in pairs], progress)
     events = _events_since(step, before)
     step.take(fixed_batch)
     step.warm_up(1)  # its place among the graphs may have gone to another size
@@ -257,6 +250,24 @@ def _events_since(step: SyntheticStep, before: dict[str, int]) -> dict[str, int]
 
 def _format_events(row: dict[str, Any]) -> str:
     return ", ".join(f"{row[kind]} {kind.replace('_', ' ')}" for kind in ("recompilations", "captures", "eager_passes"))
+
+
+def _time_rounds(
+    step: SyntheticStep, batches: Sequence[TrainingBatch], padded_sizes: Sequence[Size], progress: Progress
+) -> list[float]:
+    """Returns the wall times of steps on all batches, in milliseconds, `ROUNDS` times in random order."""
+    walls: list[float] = []
+    met: set[Size] = set()
+    generator = torch.Generator().manual_seed(_SEED)
+    for number in range(ROUNDS):
+        for place in torch.randperm(len(batches), generator=generator).tolist():
+            step.take(batches[place])
+            walls += step.time(1)[0]
+            if (padded := padded_sizes[place]) not in met:
+                met.add(padded)
+                progress(f"padded size {len(met)}, {_name(padded)}, first met: {walls[-1] / 1000:.1f} s")
+        progress(f"round {number + 1} of {ROUNDS} over the sizes: {sum(walls[-len(batches) :]) / 1000:.1f} s")
+    return walls
 
 
 def _meet_sizes(step: SyntheticStep, loader: Any, steps: int, progress: Progress) -> tuple[list[TrainingBatch], int]:
