@@ -179,18 +179,19 @@ def step(value, points, scores, reference):
     return plain + fused_ms_deform_attn(2 * value, *table, reference, points, scores, backend="triton")
 
 compiled = torch.compile(step, backend=aot_autograd(fw_compiler=print_graph, bw_compiler=print_graph), fullgraph=True)
-value, points = torch.rand(2, 14, 2, 32).bfloat16(), torch.rand(2, 3, 2, 2, 3, 2)
+value, points = torch.rand(2, 14, 2, 32).to(getattr(torch, sys.argv[2])), torch.rand(2, 3, 2, 2, 3, 2)
 inputs = (value, points, torch.rand(2, 3, 2, 2, 3), torch.rand(2, 3, 2, 4))
 compiled(*(tensor.requires_grad_() for tensor in inputs)).sum().backward()
 """
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("plan", ["tiles", "hopper"])
-def test_forward_becomes_kernel_launches_that_write_their_results_alone(plan: str) -> None:
+def test_forward_becomes_kernel_launches_that_write_their_results_alone(plan: str, dtype: str) -> None:
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
     finished = subprocess.run(
-        [sys.executable, "-c", TRACE, plan], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", TRACE, plan, dtype], env=environment, capture_output=True, text=True, check=False
     )
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.splitlines() == 2 * ["forward_kernel output"] + 2 * ["msda_op.backward.default"]

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from msda_op.triton.hopper.buckets import SECTOR, count_sample, load_bin
-from msda_op.triton.hopper.primitives import load_words4, pack_halves, shuffle, shuffle_xor, store_words2
+from msda_op.triton.hopper.primitives import load_words4, pack_halves, shuffle, shuffle_xor
 from msda_op.triton.hopper.samples import (
     load_lane_level,
     load_row_strides,
@@ -149,15 +149,26 @@ def add_and_halve(keeps_second, first, second, distance: tl.constexpr):
 
 
 @triton.jit
+def pack_floats(low, high):
+    """Two float32 as one int64, `low` in its lower half: the registers of a lane as they are."""
+    lower, upper = low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)
+    return ((upper.to(tl.uint64) << 32) | lower.to(tl.uint64)).to(tl.int64, bitcast=True)
+
+
+@triton.jit
 def store_sums(output, sums, lane, mask):
-    """Adds up the parts of sums over lanes and stores two channels of each lane."""
+    """Adds up the parts of sums over lanes and stores two channels of each lane.
+
+    By stores that PyTorch can see: of inline PTX with effects it knows no target, so that a trace of this kernel would
+    take every tensor for written, copy them all and write them back.
+    """
     dtype: tl.constexpr = output.dtype.element_ty
     on_bit3 = (lane & 8) != 0
     if dtype == tl.float32:
         low = add_and_halve(on_bit3, sums[0], sums[2], 8)
         high = add_and_halve(on_bit3, sums[1], sums[3], 8)
         target = output + (lane & 7) * 4 + ((lane >> 3) & 1) * 2
-        store_words2(target, low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True), mask)
+        tl.store(target.to(tl.pointer_type(tl.int64), bitcast=True), pack_floats(low, high), mask=mask)
     else:
         on_bit2 = (lane & 4) != 0
         half0 = add_and_halve(on_bit2, sums[0], sums[4], 4)
