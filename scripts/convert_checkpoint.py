@@ -7,10 +7,10 @@ import argparse
 import sys
 from pathlib import Path
 
-import safetensors.torch
 import torch
 
 from models.checkpoints import read_weights
+from models.export.weights import save_weights
 from models.layouts import BACKBONE_NAMES, HUGGING_FACE_LAYOUTS, to_hugging_face
 
 OFFICIAL = "official"
@@ -36,7 +36,7 @@ def convert(source: Path, target: Path, *, layout: str, backbone: str, ema: bool
     if layout != OFFICIAL:
         weights = to_hugging_face(weights, layout, backbone)
     if target.suffix == ".safetensors":
-        safetensors.torch.save_file({key: tensor.clone() for key, tensor in weights.items()}, target)
+        save_weights(weights, target)
     else:
         torch.save({"model": weights} if layout == OFFICIAL else weights, target)
     return len(weights)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +15,7 @@ from models.export.certificate import Program, measure
 from models.export.inference import InferenceModule, Outputs
 from models.export.programs import example_inputs
 from models.export.recipe import Precision, Source
+from models.export.weights import save_weights
 from models.layers.level_tables import keeping_level_tables
 
 WEIGHTS_FILE = "weights.safetensors"
@@ -227,17 +227,6 @@ class TensorPlace(NamedTuple):
     key: str
 
 
-def write_weights(source: Source, folder: Path) -> None:
-    """Writes the weights of a detector into the folder of an artefact.
-
-    Each tensor becomes one of its own, row-major, as the file format wants them: checkpoints hold the kernels of
-    convolutions with the channels of a pixel side by side where the training had them so. The network that the recipe
-    builds has the memory format of its settings, and keeps it when it takes the numbers over.
-    """
-    rows = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in source.weights.items()}
-    safetensors.torch.save_file(rows, folder / WEIGHTS_FILE)
-
-
 def _tensor_places(module: nn.Module) -> list[TensorPlace]:
     return [
         TensorPlace(f"{prefix}.{key}", tensors, key)
@@ -276,6 +265,6 @@ class CudaGraphFormat:
         self, source: Source, module: InferenceModule, buckets: tuple[Size, ...], batch_size: int, folder: Path
     ) -> dict[Size, Program]:
         """Writes the weights and captures; see `models.export.build.Format`."""
-        write_weights(source, folder)
+        save_weights(source.weights, folder / WEIGHTS_FILE)
         graphed = GraphedDetector(module, buckets=buckets, batch_size=batch_size, **self.settings)
         return dict.fromkeys(buckets, graphed)

@@ -33,6 +33,20 @@ def test_official_to_hugging_face_and_back_is_bit_equal(official, layout, suffix
     assert f"wrote {len(before)} tensors in the layout official" in capsys.readouterr().out
 
 
+def test_kernels_that_lie_channels_last_are_written_row_by_row(official, tmp_path):
+    weights = {
+        key: tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+        for key, tensor in read_weights(official, ema=False).items()
+    }
+    assert not weights["backbone.0.body.conv1.weight"].is_contiguous()
+    torch.save({"model": weights}, tmp_path / "channels_last.pth")
+    target = tmp_path / "model.safetensors"
+    assert main([str(tmp_path / "channels_last.pth"), str(target), "--to", "official"]) == 0
+    after = read_weights(target, ema=False)
+    assert after.keys() == weights.keys()
+    assert all(after[key].is_contiguous() and torch.equal(after[key], tensor) for key, tensor in weights.items())
+
+
 def test_a_bad_source_is_one_line_and_exit_code_1(tmp_path, capsys):
     source = tmp_path / "source.pth"
     source.write_text("not a checkpoint")

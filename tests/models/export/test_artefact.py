@@ -20,9 +20,10 @@ from models.export.artefact import (
 )
 from models.export.build import export_detector
 from models.export.certificate import Difference, Measurement, Tolerance, contrasting_inputs
-from models.export.cuda_graph import CudaGraphFormat, GraphedDetector, write_weights
+from models.export.cuda_graph import WEIGHTS_FILE, CudaGraphFormat, GraphedDetector
 from models.export.predictor import load_artefact
 from models.export.recipe import Precision, Source, build_module
+from models.export.weights import save_weights
 
 CPU = torch.device("cpu")
 TOLERANCE = Tolerance(score=1e-3, box_px=0.1, min_score=0.0)
@@ -34,7 +35,7 @@ class HostGraphs(CudaGraphFormat):
     device = CPU
 
     def write(self, source, module, buckets, batch_size, folder):
-        write_weights(source, folder)
+        save_weights(source.weights, folder / WEIGHTS_FILE)
         return dict.fromkeys(buckets, module)
 
 
