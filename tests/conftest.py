@@ -1,11 +1,17 @@
-"""Test-wide set-up: the Triton interpreter without a GPU, Ctrl-C as in a terminal, and the `gpu` mark."""
+"""Test-wide set-up: where commands find packages, the interpreter without a GPU, Ctrl-C as in a terminal, `gpu`."""
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 
+ROOT = Path(__file__).resolve().parent.parent
+GIVEN = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+
+# Commands that tests start find this project and whatever packages the tests themselves find, from any folder.
+os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(ROOT), *map(os.path.abspath, GIVEN)]))
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell, of which processes take it over

@@ -122,7 +122,7 @@ def test_export_and_prediction_run(workspace, data, first_run):
     """In the README's order: a prediction reads what the export before has written."""
     on_cpu = [arguments(line, data, first_run) for line in TOOLS if "# GPU" not in line]
     assert [words[0] for words in on_cpu] == ["scripts.export", "scripts.predict", "scripts.predict"]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     for words in on_cpu:
         command = [sys.executable, "-m", *words]
         result = subprocess.run(command, cwd=workspace, env=variables, capture_output=True, text=True, timeout=300)

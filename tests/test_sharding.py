@@ -64,7 +64,8 @@ def folder(tmp_path_factory):
 
 
 def train(folder, name, *words):
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_DETR_CACHE": str(folder), "PYTHONPATH": str(folder)}
+    path = os.pathsep.join([str(folder), os.environ["PYTHONPATH"]])
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_DETR_CACHE": str(folder), "PYTHONPATH": path}
     command = [sys.executable, str(ROOT / "train.py"), *words, *WORDS, f"hydra.run.dir={folder / name}"]
     result = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -189,7 +188,6 @@ compiled(*(tensor.requires_grad_() for tensor in inputs)).sum().backward()
 @pytest.mark.parametrize("plan", ["tiles", "hopper"])
 def test_forward_becomes_kernel_launches_that_write_their_results_alone(plan: str, dtype: str) -> None:
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
     finished = subprocess.run(
         [sys.executable, "-c", TRACE, plan, dtype], env=environment, capture_output=True, text=True, check=False
     )

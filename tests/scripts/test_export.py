@@ -37,13 +37,7 @@ TINY = [
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    variables = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "TRITON_DETR_CACHE": str(folder),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *map(os.path.abspath, given)]),  # relative ones mean this folder
-    }
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_DETR_CACHE": str(folder)}
     return subprocess.run(
         [sys.executable, *command], cwd=folder, env=variables, capture_output=True, text=True, timeout=300
     )

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,7 +87,6 @@ print(json.dumps(report))
 
 def test_launches_the_same_with_new_tensors() -> None:
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[3])
     finished = subprocess.run([sys.executable, "-c", LAUNCH], env=environment, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     report = json.loads(finished.stdout)
