@@ -1,23 +1,32 @@
 """Measures what a second GPU brings: `python -m scripts.scaling --coco /path/to/coco`, on a machine with two or more.
 
-Trains on drawn images of 800x1333 with 4 images a GPU, on one GPU and on several, and compares images a second; trains
-on COCO with several GPUs, and compares their detections with those of one GPU from the same checkpoint. Writes
-results/scaling.json. The exit status is 1 if a loss is not finite, a detection differs by a bit, there is none, or the
-speed-up is below 0.95 times the number of GPUs.
+Starts train.py twice, each time for a sweep of two jobs: several GPUs train on drawn images of 800x1333 with 4 images a
+GPU, and then on COCO, which they evaluate; one GPU trains on the same drawn images, and evaluates the checkpoint of the
+others. Images a second are compared, and all numbers of the detections. Each line is printed behind the seconds since
+the start. Writes results/scaling.json after each sweep, also one that fails or is stopped, with what is known by then.
+
+The exit status is 1 if a loss is not finite, a detection differs by a bit, there is none, or the speed-up is below 0.95
+times the number of GPUs.
 """
 
 import argparse
 import json
 import math
+import os
+import signal
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
+from omegaconf import OmegaConf
 from PIL import Image
 
 from coco.shapes import draw_scene
@@ -26,73 +35,134 @@ from models.export.agreement import compare_results, describe_difference, read_r
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZE_HW = (800, 1333)
-NUM_IMAGES = 16
+NUM_IMAGES = 4
+EPOCH_IMAGES = 100_000
+"""Images that a timed training takes for an epoch, more than its steps need: no loader starts anew, none evaluates."""
+
+WARM_UP_STEPS = 10
+WINDOW_STEPS = 5
+LEAST_STEPS = 40
 MIN_EFFICIENCY = 0.95
-MODEL = ["model=deformable_detr", "backbone=resnet50", "backbone.weights=none", "backbone.norm=group"]
-QUIET = ["callbacks.progress=null", "logger=csv", "trainer.num_sanity_val_steps=0", "trainer.log_every_n_steps=10"]
+MODEL = ("model=deformable_detr", "backbone=resnet50", "backbone.weights=none", "backbone.norm=group")
+QUIET = (
+    "logger=csv",
+    "trainer.num_sanity_val_steps=0",
+    *(f"callbacks.{name}=null" for name in ("progress", "plots", "evaluation_plots")),
+    *(f"callbacks.{name}_checkpoint=null" for name in ("best", "step", "stop")),
+)
+_BEGAN = time.monotonic()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the trainings and returns the exit status."""
+    """Runs both sweeps and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--coco", type=Path, required=True, help="COCO, or a part of it, in COCO's layout")
     parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=60, help="steps of each timed training")
+    parser.add_argument(
+        "--steps", type=int, default=50, help="steps of each timed training; the first ten do not count"
+    )
+    parser.add_argument("--coco-steps", type=int, default=10, help="steps of the training on COCO")
+    parser.add_argument("--coco-images", type=int, default=32, help="images of COCO that are evaluated")
     parser.add_argument("--workers", type=int, default=6, help="loader processes of each GPU")
     parser.add_argument("--out", type=Path, default=Path("results/scaling.json"))
     parser.add_argument("overrides", nargs="*", default=["op=triton", "precision=bf16"], help="of train.py")
     options = parser.parse_args(arguments)
     if torch.cuda.device_count() < options.gpus:
         parser.error(f"--gpus must be at most the machine's GPUs, got {options.gpus} of {torch.cuda.device_count()}")
-    with tempfile.TemporaryDirectory() as folder:
+    if options.steps < LEAST_STEPS:
+        parser.error(f"--steps must be at least {LEAST_STEPS}, got {options.steps}")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         result = measure(options, Path(folder))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"environment": describe_environment(), **result}, indent=1) + "\n")
     print(json.dumps(result, indent=1))
     return int(not result["passed"])
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Runs all trainings in a folder and judges them."""
-    words = [*MODEL, *QUIET, f"data.num_workers={options.workers}", *options.overrides]
-    several = ["trainer=ddp", f"trainer.devices={options.gpus}"]
+    """Runs both sweeps in a folder and judges them; the result file is written after each."""
     write_images(folder / "drawn")
-    timed = [*words, *drawn_data(folder / "drawn"), f"trainer.max_steps={options.steps}", "trainer.limit_val_batches=0"]
-    one = train(folder / "one", timed)
-    many = train(folder / "many", [*timed, *several])
-    trained = train_and_validate(folder, [*words, *coco_data(options.coco)], several, ["trainer=gpu"])
-    same, difference = compare_detections(folder / "coco", folder / "again")
+    write_experiments(folder, options)
+    common = ["data=coco", *MODEL, *QUIET, f"hydra.searchpath=[file://{folder}]"]
+    common += [f"data.num_workers={options.workers}", f"trainer.log_every_n_steps={WINDOW_STEPS}"]
+    sweeps = {
+        "several": ["experiment=timed,subset", "trainer=ddp", f"trainer.devices={options.gpus}"],
+        "alone": ["experiment=timed,again", "trainer=gpu"],
+    }
+    for name, words in sweeps.items():
+        places = [f"hydra.sweep.dir={folder / name}", "hydra.sweep.subdir=${hydra:runtime.choices.experiment}"]
+        say(f"{name}: {' '.join(words)}")
+        try:
+            run(["--multirun", *common, *words, *options.overrides, *places])
+        finally:
+            result = judge(folder, options.gpus)
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps({"environment": describe_environment(), **result}, indent=1) + "\n")
+    return result
 
-    speed_up = many["img_per_s_median"] / one["img_per_s_median"]
-    losses = [summary[name] for summary in (one, many, trained) for name in ("loss_first", "loss_last")]
+
+def write_experiments(folder: Path, options: argparse.Namespace) -> None:
+    """Writes the three jobs as experiments that train.py finds below a folder: `timed`, `subset` and `again`.
+
+    One image in a batch of the evaluation, so that no neighbour changes its padding.
+    """
+    paths = {
+        f"{split}_{word}": value
+        for split in ("train", "val")
+        for word, value in (("json", "instances.json"), ("images", "."))
+    }
+    drawn = {"root": str(folder / "drawn"), **paths, "batch_size": 4, "repeat_train": EPOCH_IMAGES // NUM_IMAGES}
+    coco = {
+        "root": str(options.coco.absolute()),
+        "batch_size": 2,
+        "eval_batch_size": 1,
+        "limit_val": options.coco_images,
+    }
+    experiments = {
+        "timed": {
+            "defaults": [{"override /data/augmentation@data.train_transform": "none"}],
+            "data": drawn,
+            "trainer": {"max_steps": options.steps, "limit_val_batches": 0},
+            "callbacks": {"last_checkpoint": None},
+        },
+        "subset": {"data": coco, "trainer": {"max_epochs": 1, "limit_train_batches": options.coco_steps}},
+        "again": {"data": coco, "mode": "validate", "model": {"weights": str(checkpoint_of(folder))}},
+    }
+    (folder / "experiment").mkdir()
+    for name, content in experiments.items():
+        (folder / "experiment" / f"{name}.yaml").write_text(f"# @package _global_\n{OmegaConf.to_yaml(content)}")
+
+
+def checkpoint_of(folder: Path) -> Path:
+    """The checkpoint of several GPUs, after their evaluation."""
+    return folder / "several" / "subset" / "checkpoints" / "last.ckpt"
+
+
+def judge(folder: Path, gpus: int) -> dict[str, Any]:
+    """Returns what the run folders say, as far as there are any; `passed` is false unless all are there."""
+    paths = {place: folder / place / "summary.json" for place in ("alone/timed", "several/timed", "several/subset")}
+    summaries = {place: json.loads(path.read_text()) for place, path in paths.items() if path.is_file()}
+    losses = [summary[name] for summary in summaries.values() for name in ("loss_first", "loss_last")]
     finite = all(math.isfinite(loss) for loss in losses)
+    result: dict[str, Any] = {"gpus": gpus, "losses": losses, "losses_finite": finite}
+    rates = {place: median_rate(summary) for place, summary in summaries.items() if place.endswith("timed")}
+    result |= {f"img_per_s_{'one' if place == 'alone/timed' else 'all'}": rate for place, rate in rates.items()}
+    if "several/subset" in summaries:
+        result["evaluation"] = summaries["several/subset"]["validation"]
+    if len(summaries) < len(paths) or not (folder / "alone" / "again" / "detections_val.json").is_file():
+        return {**result, "passed": False}
+    same, difference = compare_detections(folder / "several" / "subset", folder / "alone" / "again")
+    speed_up = rates["several/timed"] / rates["alone/timed"]
     return {
-        "gpus": options.gpus,
-        "img_per_s_one": one["img_per_s_median"],
-        "img_per_s_all": many["img_per_s_median"],
+        **result,
         "speed_up": speed_up,
-        "losses": losses,
-        "losses_finite": finite,
-        "evaluation": trained["validation"],
         "evaluation_equals_one_gpu": same,
         "detections": difference,
-        "passed": finite and same and speed_up >= MIN_EFFICIENCY * options.gpus,
+        "passed": finite and same and speed_up >= MIN_EFFICIENCY * gpus,
     }
 
 
-def train_and_validate(folder: Path, words: list[str], several: list[str], alone: list[str]) -> dict[str, Any]:
-    """Trains a little with several processes, then validates the checkpoint with one; returns the training's summary.
-
-    Args:
-        folder: Gets the run folders `coco` and `again`.
-        words: Overrides of both.
-        several: Overrides that start several processes.
-        alone: Overrides that start one.
-    """
-    trained = train(folder / "coco", [*words, *several, "trainer.max_epochs=1", "trainer.limit_train_batches=20"])
-    checkpoint = folder / "coco" / "checkpoints" / "last.ckpt"
-    run(folder / "again", [*words, *alone, "mode=validate", f"model.weights={checkpoint}"])
-    return trained
+def median_rate(summary: dict[str, Any]) -> float:
+    """Median of the images a second of a training's log windows, without its first steps."""
+    return statistics.median(point["img_per_s"] for point in summary["curve"] if point["step"] > WARM_UP_STEPS)
 
 
 def compare_detections(expected: Path, actual: Path) -> tuple[bool, str]:
@@ -116,7 +186,7 @@ def write_images(folder: Path) -> None:
         Image.fromarray(pixels).save(folder / f"{number}.jpg", quality=90)
         images.append({"id": number, "file_name": f"{number}.jpg", "height": height, "width": width})
         for place in (1, 2):
-            box = [100 * place, 50 * place, 300, 200]
+            box = [place * width // 8, place * height // 8, width // 4, height // 4]
             entry = {"id": len(annotations) + 1, "image_id": number, "category_id": place, "bbox": box}
             annotations.append(entry)
     categories = [{"id": number, "name": str(number)} for number in range(1, 81)]
@@ -124,29 +194,38 @@ def write_images(folder: Path) -> None:
     (folder / "instances.json").write_text(json.dumps(content))
 
 
-def drawn_data(folder: Path) -> list[str]:
-    """Overrides that train on `write_images`, without resizing."""
-    paths = [f"data.{split}_{word}" for split in ("train", "val") for word in ("json=instances.json", "images=.")]
-    augmentation = "data/augmentation@data.train_transform=none"
-    return ["data=coco", augmentation, f"data.root={folder}", *paths, "data.batch_size=4", "data.repeat_train=100"]
+def run(words: list[str]) -> None:
+    """Calls train.py and passes on what it and the processes that it starts say.
+
+    Raises:
+        subprocess.CalledProcessError: If it fails.
+    """
+    command = [sys.executable, str(ROOT / "train.py"), *words]
+    settings: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, "PYTHONUNBUFFERED": "1"}, "text": True}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **settings)
+    # A thread, since the pipe stays open for as long as any process has it, which may be longer than train.py runs.
+    reader = threading.Thread(target=pass_on, args=(process.stdout,), daemon=True)
+    reader.start()
+    try:
+        status = process.wait()
+    finally:
+        process.terminate()  # where this program is stopped; nothing to one that has ended
+    reader.join(timeout=5)
+    if status:
+        raise subprocess.CalledProcessError(status, command)
 
 
-def coco_data(root: Path) -> list[str]:
-    """Overrides for COCO; one image in a batch of the evaluation, so that no neighbour changes its padding."""
-    return ["data=coco", f"data.root={root}", "data.batch_size=2", "data.eval_batch_size=1"]
+def pass_on(stream: IO[str]) -> None:
+    """Prints lines as they come."""
+    for line in stream:
+        say(line.rstrip())
 
 
-def train(run_dir: Path, words: list[str]) -> dict[str, Any]:
-    """Trains and returns the run's summary."""
-    run(run_dir, words)
-    return json.loads((run_dir / "summary.json").read_text())
-
-
-def run(run_dir: Path, words: list[str]) -> None:
-    """Calls train.py."""
-    command = [sys.executable, str(ROOT / "train.py"), *words, f"hydra.run.dir={run_dir}"]
-    subprocess.run(command, cwd=ROOT, check=True)
+def say(text: str) -> None:
+    """Prints a line behind the seconds since the start."""
+    print(f"[{time.monotonic() - _BEGAN:5.1f} s] {text}", flush=True)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what `timeout` sends leaves results as Ctrl-C does
     sys.exit(main())

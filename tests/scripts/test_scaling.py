@@ -1,15 +1,18 @@
-"""Two GPUs against one; without them, that every training it would start is one that train.py accepts."""
+"""Two GPUs against one; without them, two processes of a CPU, and every training that it would start."""
 
 import json
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from coco.annotations import read_table
 from scripts import scaling
-from scripts.scaling import QUIET, SIZE_HW, compare_detections, main, train_and_validate, write_images
+from scripts.scaling import SIZE_HW, checkpoint_of, compare_detections, main, median_rate, write_images
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -30,21 +33,38 @@ CHANGED = {
 }
 
 
-def stand_in(monkeypatch, found=FOUND, found_again=FOUND, rate_of_two=39.0):
-    """Composes every call instead of running it, and leaves the files of a run."""
-
-    def run(run_dir, words):
+def jobs_of(words):
+    """Composes the jobs of a sweep, as Hydra would, each with its folder."""
+    sweep = next(word for word in words if word.startswith("experiment="))
+    folder = Path(next(word for word in words if word.startswith("hydra.sweep.dir=")).partition("=")[2])
+    rest = [word for word in words if word not in ("--multirun", sweep) and not word.startswith("hydra.sweep.")]
+    for name in sweep.partition("=")[2].split(","):
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            cfg = compose("train", overrides=words)
-        run_dir.mkdir()
-        rate = rate_of_two if cfg.trainer.devices == 2 else 20.0
-        summary = {"img_per_s_median": rate, "loss_first": 9.0, "loss_last": 8.0, "validation": {"val/AP": 0.25}}
-        (run_dir / "summary.json").write_text(json.dumps(summary))
-        rows = found_again if cfg.mode == "validate" else found
-        (run_dir / "detections_val.json").write_text(json.dumps(rows))
+            yield compose("train", overrides=[*rest, f"experiment={name}"]), folder / name
+
+
+def stand_in(monkeypatch, found=FOUND, found_again=FOUND, rate_of_two=39.0, loss=8.0):
+    """Composes every job instead of running it, and leaves the files of a run; returns the configurations."""
+    composed = {}
+
+    def run(words):
+        for cfg, run_dir in jobs_of(words):
+            composed[run_dir.parent.name, run_dir.name] = cfg
+            run_dir.mkdir(parents=True)
+            rate = rate_of_two if cfg.trainer.devices == 2 else 20.0
+            curve = [{"step": step, "img_per_s": rate if step > 10 else 1.0} for step in range(5, 55, 5)]
+            summary = {"curve": curve, "loss_first": 9.0, "loss_last": loss, "validation": {"val/AP": 0.25}}
+            if cfg.mode == "train":
+                (run_dir / "summary.json").write_text(json.dumps(summary))
+            rows = found_again if cfg.mode == "validate" else found
+            (run_dir / "detections_val.json").write_text(json.dumps(rows))
 
     monkeypatch.setattr(scaling, "run", run)
-    monkeypatch.setattr(scaling, "NUM_IMAGES", 2)
+    claim_two_gpus(monkeypatch)
+    return composed
+
+
+def claim_two_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a card")
 
@@ -55,46 +75,145 @@ def stand_in(monkeypatch, found=FOUND, found_again=FOUND, rate_of_two=39.0):
     [
         ({}, True),
         ({"rate_of_two": 37.0}, False),
+        ({"loss": float("nan")}, False),
         ({"found": [], "found_again": []}, False),
         *(({"found_again": rows}, False) for rows in CHANGED.values()),
     ],
 )
-def test_speed_and_evaluation_are_judged(monkeypatch, tmp_path, changes, passed):
+def test_speed_losses_and_evaluation_are_judged(monkeypatch, tmp_path, changes, passed):
     stand_in(monkeypatch, **changes)
     out = tmp_path / "results" / "scaling.json"
     assert main(["--coco", str(tmp_path), "--out", str(out)]) == int(not passed)
     result = json.loads(out.read_text())
     assert result["passed"] == passed
-    assert result["evaluation_equals_one_gpu"] == (passed or "rate_of_two" in changes)
+    assert result["losses_finite"] == ("loss" not in changes)
+    assert result["evaluation_equals_one_gpu"] == (not changes.keys() & {"found", "found_again"})
     assert result["speed_up"] == pytest.approx(changes.get("rate_of_two", 39.0) / 20)
+    assert result["evaluation"] == {"val/AP": 0.25}
 
 
-def test_two_processes_detect_as_one_does(monkeypatch, tmp_path):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for GPUs")
+def test_jobs_are_what_is_compared(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    composed = stand_in(monkeypatch)
+    main(["--coco", "coco", "--workers", "3"])
+    assert list(composed) == [("several", "timed"), ("several", "subset"), ("alone", "timed"), ("alone", "again")]
+    data, trainers = ([OmegaConf.to_container(cfg)[key] for cfg in composed.values()] for key in ("data", "trainer"))
+    assert data[0] == data[2]
+    assert data[0]["batch_size"] == 4
+    assert data[1] == data[3]
+    assert Path(data[1]["root"]) == tmp_path / "coco"  # absolute: train.py runs elsewhere
+    assert [trainer["devices"] for trainer in trainers] == [2, 2, 1, 1]
+    assert [trainer["max_steps"] for trainer in trainers] == [50, -1, 50, -1]
+    assert {cfg.data.num_workers for cfg in composed.values()} == {3}
+    again = composed["alone", "again"]
+    checkpoint = Path(again.model.weights)
+    assert checkpoint == checkpoint_of(checkpoint.parents[3])
+    assert composed["several", "subset"].callbacks.last_checkpoint is not None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for GPUs")
+@pytest.mark.parametrize("lost", ["several", "alone"])
+def test_a_sweep_that_fails_leaves_what_is_known(monkeypatch, tmp_path, lost):
+    stand_in(monkeypatch)
+    complete = scaling.run
+
+    def run(words):
+        if any(word.endswith(f"/{lost}") for word in words):
+            raise subprocess.CalledProcessError(1, "train.py")
+        complete(words)
+
+    monkeypatch.setattr(scaling, "run", run)
+    out = tmp_path / "scaling.json"
+    with pytest.raises(subprocess.CalledProcessError):
+        main(["--coco", str(tmp_path), "--out", str(out)])
+    result = json.loads(out.read_text())
+    assert result["passed"] is False
+    assert "speed_up" not in result
+    assert result.get("img_per_s_all") == (None if lost == "several" else 39.0)
+    assert len(result["losses"]) == (0 if lost == "several" else 4)
+
+
+def test_first_steps_do_not_count():
+    curve = [{"step": 5, "img_per_s": 1.0}, {"step": 10, "img_per_s": 2.0}, {"step": 15, "img_per_s": 8.0}]
+    assert median_rate({"curve": [*curve, {"step": 20, "img_per_s": 10.0}]}) == 9.0
+
+
+def write_coco(folder):
+    """A data set of few small images where COCO has its own."""
+    for split in ("train2017", "val2017"):
+        write_images(folder / split)
+        (folder / "annotations").mkdir(exist_ok=True)
+        (folder / split / "instances.json").rename(folder / "annotations" / f"instances_{split}.json")
+
+
+def test_two_processes_train_and_detect_as_one_does(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("TRITON_DETR_CACHE", str(tmp_path))
-    words = [*QUIET, "data.num_train=4", "data.num_val=5", "data.image_size=64", "data.batch_size=2"]
-    words += ["data.eval_batch_size=1", "data.num_workers=0", "model.transformer.num_queries=20", "backbone.norm=group"]
-    two = ["trainer=ddp", "trainer.accelerator=cpu"]
-    summary = train_and_validate(tmp_path, [*words, "callbacks.plots=null"], two, ["trainer=cpu"])
-    assert summary["manifest"]["world_size"] == 2
-    same, difference = compare_detections(tmp_path / "coco", tmp_path / "again")
-    assert same, difference
-    assert "bitwise equal" in difference
+    claim_two_gpus(monkeypatch)
+    for name, value in {"SIZE_HW": (48, 64), "NUM_IMAGES": 5, "WARM_UP_STEPS": 2, "WINDOW_STEPS": 1}.items():
+        monkeypatch.setattr(scaling, name, value)
+    monkeypatch.setattr(scaling, "LEAST_STEPS", 4)
+    write_coco(tmp_path / "coco")
+    judge, sizes_of_worlds = scaling.judge, []
 
-    rows = json.loads((tmp_path / "again" / "detections_val.json").read_text())
+    def judge_and_keep(folder, gpus):
+        sizes_of_worlds.append(json.loads((folder / "several" / "timed" / "manifest.json").read_text())["world_size"])
+        again = folder / "alone" / "again" / "detections_val.json"
+        if again.is_file():
+            check_negative_control(folder / "several" / "subset", again)
+        return judge(folder, gpus)
+
+    monkeypatch.setattr(scaling, "judge", judge_and_keep)
+    words = ["model=deformable_detr_tiny", "backbone=resnet18", "model.transformer.num_queries=20", "op=reference"]
+    words += ["trainer.accelerator=cpu", "data.eval_transform.size=48", "data.eval_transform.max_size=64"]
+    words += ["data/augmentation@data.train_transform=none", "data.size_divisor=32"]
+    sizes = ["--steps", "4", "--coco-steps", "1", "--workers", "0", "--coco-images", "5"]
+    out = tmp_path / "scaling.json"
+    main(["--coco", str(tmp_path / "coco"), *sizes, "--out", str(out), *words])
+    result = json.loads(out.read_text())
+    assert sizes_of_worlds == [2, 2]
+    assert result["evaluation_equals_one_gpu"], result["detections"]
+    assert "bitwise equal" in result["detections"]
+    assert result["losses_finite"]
+    assert len(result["losses"]) == 6
+    assert result["speed_up"] > 0
+    assert "Starting with 2 processes" in capsys.readouterr().out
+
+
+def check_negative_control(run_dir, again):
+    rows = json.loads(again.read_text())
     assert {row["image_id"] for row in rows} == {1, 2, 3, 4, 5}
     rows[-1]["score"] += 1e-6
-    (tmp_path / "again" / "detections_val.json").write_text(json.dumps(rows))
-    same, difference = compare_detections(tmp_path / "coco", tmp_path / "again")
+    changed = again.parent / "changed"
+    changed.mkdir()
+    (changed / again.name).write_text(json.dumps(rows))
+    same, difference = compare_detections(run_dir, changed)
     assert not same
     assert "scores 1.0e-06" in difference
 
 
-def test_a_machine_with_too_few_gpus_is_refused(monkeypatch, tmp_path, capsys):
+def test_lines_come_as_they_are_said_and_no_orphan_is_waited_for(monkeypatch, tmp_path, capsys):
+    """A process that outlives train.py keeps the pipe open."""
+    orphan = "import time; print('begun', flush=True); time.sleep(15)"
+    program = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {orphan!r}]); sys.exit(3)"
+    (tmp_path / "train.py").write_text(program)
+    monkeypatch.setattr(scaling, "ROOT", tmp_path)
+    began = time.monotonic()
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        scaling.run([])
+    assert caught.value.returncode == 3
+    assert time.monotonic() - began < 12
+    assert capsys.readouterr().out.endswith(" s] begun\n")
+
+
+def test_too_few_gpus_and_steps_are_refused(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(SystemExit):
         main(["--coco", str(tmp_path)])
     assert "got 2 of 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--coco", str(tmp_path), "--gpus", "1", "--steps", "39"])
+    assert "--steps must be at least 40, got 39" in capsys.readouterr().err
 
 
 def test_drawn_images_are_a_data_set(monkeypatch, tmp_path):
