@@ -26,8 +26,9 @@ NOTHING = (
 )
 FRONT = Section(
     "In short",
-    "Medians; in brackets how many times ours. `by heart`: trained and evaluated on the same images, from the same "
-    "random weights, as a check that nothing is lost on the way. Commits are links to the files.",
+    "Medians; in brackets how many times ours, with a confidence interval where there is one. `by heart`: trained and "
+    "evaluated on the same images, from the same random weights, as a check that nothing is lost on the way. Commits "
+    "are links to the files.",
     ("what", "triton-detr", "beside it"),
 )
 KINDS = (

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from scripts.figures.tables import Cells, Content, Kind, ResultsFile, Section, format_words, rows_with
+from scripts.figures.tables import NEW_LINE, Cells, Content, Kind, ResultsFile, Section, format_words, rows_with
 
 PARITY_SECTION = Section(
     "Parity",
@@ -12,7 +12,7 @@ PARITY_SECTION = Section(
 SWITCHES_SECTION = Section(
     "Parity with what makes a step fast",
     "Levels of the parity suite with nothing of it turned on, with each alone (and with what it needs), and with all.",
-    ("turned on", "levels", "settings of `python -m parity`"),
+    ("settings of `python -m parity`", "turned on"),
 )
 
 
@@ -27,11 +27,12 @@ def make_rows(content: Content) -> list[Cells]:
 
 
 def make_switch_rows(content: Content) -> list[Cells]:
-    """Returns a row for each of what was turned on."""
+    """Returns a row with the verdicts for each of what was turned on."""
     verdicts: dict[str, list[str]] = {}
     for row in rows_with(content, "switches"):
         verdicts.setdefault(row["switches"], []).append(f"{row['level']} {row['verdict']}")
-    return [(name, ", ".join(found), format_words(content["overrides"])) for name, found in verdicts.items()]
+    lines = [f"{name}: {', '.join(found)}" for name, found in verdicts.items()]
+    return [(format_words(content["overrides"]), NEW_LINE.join(lines))] if lines else []
 
 
 def make_front(files: Sequence[ResultsFile]) -> list[Cells]:

@@ -33,8 +33,8 @@ STEP_SECTION = Section(
 )
 SWITCHES_SECTION = Section(
     "What makes a training step fast",
-    "The step with these settings, and with each of what makes it fast turned off alone, then with all of it turned "
-    "off; in brackets how many times the first.",
+    "The step with these settings, and with what makes it fast turned off, one by one and then together; in brackets "
+    "how many times the first.",
     ("settings", "batch", "ms", "ms without"),
 )
 

@@ -13,7 +13,11 @@ TRAINING_SECTION = Section(
     "AP in percent, of few images: not to be compared with published ones, and with each other at equal commits alone.",
     ("settings of `train.py`", "evaluated on", "AP", "AP50", "steps", "time", "images/s", "peak memory"),
 )
-SCALING_SECTION = Section("Several GPUs", "Images per second of a training.", ("GPUs", "times one GPU"))
+SCALING_SECTION = Section(
+    "Several GPUs",
+    "Images per second of a training, and whether all find the same with a checkpoint as one does, to the bit.",
+    ("GPUs", "images/s of one", "images/s of all", "times one", "same detections"),
+)
 
 
 def make_rows(content: Content) -> list[Cells]:
@@ -38,7 +42,11 @@ def make_rows(content: Content) -> list[Cells]:
 
 def make_scaling_rows(content: Content) -> list[Cells]:
     """Returns a row a number of GPUs."""
-    return [(str(content["gpus"]), f"{content['speed_up']:.2f}")] if "speed_up" in content else []
+    if "speed_up" not in content:
+        return []
+    rates = (f"{content[f'img_per_s_{gpus}']:.1f}" for gpus in ("one", "all"))
+    same = "yes" if content["evaluation_equals_one_gpu"] else "**no**"
+    return [(str(content["gpus"]), *rates, f"{content['speed_up']:.2f} x", same)]
 
 
 def make_front(files: Sequence[ResultsFile]) -> list[Cells]:

@@ -40,7 +40,7 @@ def test_verdicts_stand_before_speeds():
     assert ["step" in cells[0] for cells in rows] == [False, True]
 
 
-def test_a_file_of_the_switches_makes_a_row_for_each(tmp_path):
+def test_a_file_of_the_switches_has_the_verdicts_of_each(tmp_path):
     import json
 
     out = tmp_path / "switches.json"
@@ -51,9 +51,6 @@ def test_a_file_of_the_switches_makes_a_row_for_each(tmp_path):
     words = ["parity=full", "op=triton", f"data.root={tmp_path}"]
     run_variants(["fused_norm", "all"], ["model", "trajectory"], words, tmp_path, out, lambda line: None, run)
     content = json.loads(out.read_text())
-    settings = "`parity=full op=triton`"
-    assert PARITY_SWITCHES.rows(content) == [
-        ("fused_norm", "model PASS, trajectory PASS", settings),
-        ("all", "model PASS, trajectory FAIL", settings),
-    ]
+    verdicts = "fused_norm: model PASS, trajectory PASS<br>all: model PASS, trajectory FAIL"
+    assert PARITY_SWITCHES.rows(content) == [("`parity=full op=triton`", verdicts)]
     assert PARITY.rows(content) == []
