@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 import msda_op
 from models import checkpoints
 from models.checkpoint_io import read_checkpoint
+from models.gradient_averaging import GradientAveragingStrategy
 
 MODES = ("train", "validate")
 _NAMED = 5
@@ -196,11 +197,18 @@ def _check_cuda_graphs(cfg: DictConfig, device: str) -> None:
             "cuda_graphs must be false with model.transformer.gradient_checkpointing=true, got true: what is computed "
             "twice draws its random numbers anew; set one of them to false"
         )
-    if not _is_alone(cfg.trainer) or cfg.trainer.strategy != "auto":
+    strategy, is_alone = cfg.trainer.strategy, _is_alone(cfg.trainer)
+    averages = isinstance(strategy, DictConfig) and issubclass(get_class(strategy._target_), GradientAveragingStrategy)
+    if not averages and not (is_alone and strategy == "auto"):
         raise ValueError(
-            "cuda_graphs must be false unless one process trains, got true with trainer.devices="
-            f"{cfg.trainer.devices}: gradients of a graph are not exchanged between processes; set cuda_graphs=false "
-            "or trainer=gpu"
+            "cuda_graphs must be false unless one process trains or trainer=ddp_graphs, got true with trainer.devices="
+            f"{cfg.trainer.devices}: other strategies do not exchange the gradients of a graph; set cuda_graphs=false, "
+            "trainer=ddp_graphs or trainer=gpu"
+        )
+    if not is_alone and cfg.backbone.get("norm") == "sync":
+        raise ValueError(
+            "backbone.norm must not be sync with cuda_graphs=true on several processes, got sync: a capture would "
+            "wait for statistics of processes that capture nothing then; use backbone.norm=frozen, group or batch"
         )
 
 

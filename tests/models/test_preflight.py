@@ -182,14 +182,21 @@ def test_validation_matches_the_categories_of_its_weights(tmp_path, key):
     assert match_validation(settings(mode="validate", model__weights=str(path)), rows("cat", "dog")) == [0, 1]
 
 
+SHARDED = {"_target_": "lightning.pytorch.strategies.FSDPStrategy"}
+COPIED = {"_target_": "lightning.pytorch.strategies.DDPStrategy"}
+AVERAGING = {"_target_": "models.gradient_averaging.GradientAveragingStrategy"}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model__transformer__gradient_checkpointing": True}, "gradient_checkpointing=true"),
-        ({"trainer__devices": 2}, "unless one process trains, got true with trainer.devices=2"),
+        ({"trainer__devices": 2}, "unless one process trains .* got true with trainer.devices=2"),
         ({"trainer__devices": -1}, "unless one process trains"),
         ({"trainer__num_nodes": 2}, "unless one process trains"),
-        ({"trainer__strategy": {"_target_": "FSDPStrategy"}}, "unless one process trains"),
+        ({"trainer__strategy": SHARDED}, "unless one process trains"),
+        ({"trainer__strategy": COPIED, "trainer__devices": 2}, "false, trainer=ddp_graphs or trainer=gpu$"),
+        ({"trainer__strategy": AVERAGING, "trainer__devices": 2, "backbone__norm": "sync"}, "not be sync .* got sync"),
     ],
 )
 def test_cuda_graphs_are_refused_where_they_cannot_be_right(monkeypatch, changes, message):
@@ -197,12 +204,10 @@ def test_cuda_graphs_are_refused_where_they_cannot_be_right(monkeypatch, changes
     monkeypatch.setattr("models.preflight.msda_op.require_backend", lambda backend, device: None)
     check_run(settings(cuda_graphs=True))
     check_run(settings(cuda_graphs=True, trainer__devices=[3]))
+    check_run(settings(cuda_graphs=True, backbone__norm="sync"))
+    check_run(settings(cuda_graphs=True, trainer__devices=2, trainer__strategy=AVERAGING))
     with pytest.raises(ValueError, match=message):
         check_run(settings(cuda_graphs=True, **changes))
-
-
-SHARDED = {"_target_": "lightning.pytorch.strategies.FSDPStrategy"}
-COPIED = {"_target_": "lightning.pytorch.strategies.DDPStrategy"}
 
 
 @pytest.mark.parametrize("strategy", [SHARDED, "fsdp", "fsdp_cpu_offload"])
