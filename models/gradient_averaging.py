@@ -27,15 +27,15 @@ class GradientAveragingStrategy(DDPStrategy):
 
     Notes:
         Each process divides by R before the sum, as `DistributedDataParallel` does: the weights are the same bit for
-        bit with two processes, and up to the order of sums with more. The host never waits for the GPU: that a gradient
-        is absent, which counts as zeros, is read one step later. The exchange does not overlap with the backward pass,
-        and takes as much memory as the gradients do.
+        bit with two processes, and up to the order of sums with more. An absent gradient counts as zeros in its step;
+        the host reads that there was one a step later, so that it does not wait for the GPU. The exchange does not
+        overlap with the backward pass, and takes as much memory as the gradients do.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._norms: list[nn.BatchNorm2d] = []
-        self._absent: list[str] = []
+        self._absent: set[nn.Parameter] = set()
         self._num_absent: Tensor | None = None
         self._copied: torch.cuda.Event | None = None
 
@@ -92,9 +92,7 @@ class GradientAveragingStrategy(DDPStrategy):
             parameter.grad = torch.zeros_like(parameter)
         num_absent = torch.full((1,), float(len(absent)), device=self.root_device)
         _exchange([*(parameter.grad for parameter in parameters), num_absent], _average)
-        self._absent = (
-            [name for name, parameter in self._module.named_parameters() if parameter in absent] if absent else []
-        )
+        self._absent = absent
         self._num_absent = num_absent.to("cpu", non_blocking=True)
         self._copied = torch.cuda.current_stream().record_event() if num_absent.is_cuda else None
 
@@ -106,9 +104,10 @@ class GradientAveragingStrategy(DDPStrategy):
         if self._copied is not None:
             self._copied.synchronize()  # of the step before: it is there
         if num_absent > 0:
+            names = [name for name, parameter in self._module.named_parameters() if parameter in self._absent]
             raise RuntimeError(
                 "every trained parameter must have a gradient on every process, got none for "
-                f"{', '.join(self._absent) or 'some on another process'}; set requires_grad=False on those that the "
+                f"{', '.join(names) or 'some on another process'}; set requires_grad=False on those that the "
                 "loss does not depend on, or make it depend on them for every batch"
             )
 
