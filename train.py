@@ -20,6 +20,7 @@ from models.detector import Detector
 from models.divergence import TrainingDiverged
 from models.environment import allow_tf32, silence_dependencies
 from models.preflight import check_resumption, check_run, match_validation, resolve_checkpoint
+from models.processes import SharedFate
 from models.resuming import stopping_signal
 from models.settings import check_numbers, check_resumed_settings
 
@@ -52,6 +53,14 @@ def run(cfg: DictConfig) -> float | None:
         if not isinstance(error.__cause__, USER_ERRORS):
             raise
         sys.exit(f"error: {error.__cause__}")
+    with SharedFate(trainer):
+        work(cfg, detector, datamodule, trainer)
+    ap = trainer.callback_metrics.get("val/AP")
+    return None if ap is None else float(ap)
+
+
+def work(cfg: DictConfig, detector: Detector, datamodule: CocoDataModule, trainer: pl.Trainer) -> None:
+    """Trains or validates what was built; faults of the data and the settings, and signals, end the process."""
     try:
         if cfg.mode == "validate":
             trainer.validate(detector, datamodule, ckpt_path=cfg.ckpt_path, verbose=False)
@@ -69,8 +78,6 @@ def run(cfg: DictConfig) -> float | None:
         sys.exit(f"error: {explanation}")
     except SIGTERMException:
         sys.exit(128 + stopping_signal(trainer))
-    ap = trainer.callback_metrics.get("val/AP")
-    return None if ap is None else float(ap)
 
 
 def build(cfg: DictConfig) -> tuple[Detector, CocoDataModule, pl.Trainer]:

@@ -249,6 +249,8 @@ def test_ctrl_c_has_its_status_before_a_training_too(monkeypatch, run, status):
 class DeadWorkers:
     """A trainer whose loader dies, with SIGTERM for all or without."""
 
+    world_size = 1
+
     def __init__(self, received_sigterm):
         self.received_sigterm = received_sigterm
 
