@@ -1,4 +1,4 @@
-"""Gradients averaged over two CPU processes after the backward pass, against DistributedDataParallel."""
+"""Gradients averaged over two processes after the backward pass, against DistributedDataParallel."""
 
 import csv
 import json
@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+
+from parity.tolerances import FLOAT32_ROUNDOFF
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = [
@@ -109,7 +111,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(folder: Path, name: str, *words: str) -> Path:
-    run(folder, str(ROOT / "train.py"), *words, *WORDS, f"hydra.run.dir={folder / name}")
+    run(folder, str(ROOT / "train.py"), *WORDS, *words, f"hydra.run.dir={folder / name}")
     return folder / name
 
 
@@ -152,3 +154,21 @@ def test_a_run_goes_on_bit_for_bit(folder: Path, averaged: Path) -> None:
     moments, expected_moments = (entry["optimizer_states"][0]["state"] for entry in (actual, expected))
     assert moments.keys() == expected_moments.keys()
     assert all(same_state(moments[key], state) for key, state in expected_moments.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_graphs_on_two_gpus_learn_as_ddp_does(folder: Path) -> None:
+    words = ["trainer.accelerator=gpu", "data.size_divisor=64"]
+    replayed = train(folder, "graphs_on_gpus", "trainer=ddp_graphs", "cuda_graphs=true", *words)
+    wrapped = train(folder, "ddp_on_gpus", "trainer=ddp", *words)
+    actual, expected = last_of(replayed), last_of(wrapped)
+    assert actual["global_step"] == expected["global_step"] == 4
+    first = torch.load(wrapped / "checkpoints" / "step=2.ckpt", weights_only=True)["state_dict"]
+    for name, value in expected["state_dict"].items():
+        moved = (value - first[name]).abs().max()
+        bound = 0.01 * moved + 8 * FLOAT32_ROUNDOFF * value.abs().max()
+        assert (actual["state_dict"][name] - value).abs().max() <= bound, name
+    for name in ("train/loss", "train/grad_norm"):
+        found, wanted = ([float(value) for value in logged(run_dir, name)] for run_dir in (replayed, wrapped))
+        assert found == pytest.approx(wanted, rel=2**7 * FLOAT32_ROUNDOFF)
