@@ -10,6 +10,7 @@ times the number of GPUs.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -195,22 +196,23 @@ def write_images(folder: Path) -> None:
 
 
 def run(words: list[str]) -> None:
-    """Calls train.py and passes on what it and the processes that it starts say.
+    """Calls train.py, passes on what it and the processes that it starts say, and leaves none of them behind.
 
     Raises:
         subprocess.CalledProcessError: If it fails.
     """
     command = [sys.executable, str(ROOT / "train.py"), *words]
     settings: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, "PYTHONUNBUFFERED": "1"}, "text": True}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **settings)
-    # A thread, since the pipe stays open for as long as any process has it, which may be longer than train.py runs.
+    settings |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
+    process = subprocess.Popen(command, **settings)
     reader = threading.Thread(target=pass_on, args=(process.stdout,), daemon=True)
     reader.start()
     try:
         status = process.wait()
     finally:
-        process.terminate()  # where this program is stopped; nothing to one that has ended
-    reader.join(timeout=5)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    reader.join(timeout=10)  # until all have closed the pipe
     if status:
         raise subprocess.CalledProcessError(status, command)
 

@@ -1,7 +1,10 @@
 """Two GPUs against one; without them, two processes of a CPU, and every training that it would start."""
 
 import json
+import re
+import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -192,18 +195,42 @@ def check_negative_control(run_dir, again):
     assert "scores 1.0e-06" in difference
 
 
-def test_lines_come_as_they_are_said_and_no_orphan_is_waited_for(monkeypatch, tmp_path, capsys):
-    """A process that outlives train.py keeps the pipe open."""
-    orphan = "import time; print('begun', flush=True); time.sleep(15)"
-    program = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {orphan!r}]); sys.exit(3)"
-    (tmp_path / "train.py").write_text(program)
+def test_lines_come_as_they_are_said_and_no_process_stays(monkeypatch, tmp_path, capsys):
+    """A process that outlives train.py, as one that waits for a GPU's exchange, is ended."""
+    orphan = "import os, time; print('begun', os.getpid(), flush=True); time.sleep(60)"
+    program = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {orphan!r}]); time.sleep(3)"
+    (tmp_path / "train.py").write_text(f"{program}; sys.exit(3)")
     monkeypatch.setattr(scaling, "ROOT", tmp_path)
-    began = time.monotonic()
     with pytest.raises(subprocess.CalledProcessError) as caught:
         scaling.run([])
     assert caught.value.returncode == 3
-    assert time.monotonic() - began < 12
-    assert capsys.readouterr().out.endswith(" s] begun\n")
+    said = re.fullmatch(r"\[ *[\d.]+ s\] begun (\d+)\n", capsys.readouterr().out)
+    assert said
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{said[1]}").is_dir() and " Z " not in Path(f"/proc/{said[1]}/stat").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_stop_leaves_results_and_no_process(tmp_path):
+    """SIGTERM to the program alone, in the middle of a sweep that would go on."""
+    (tmp_path / "train.py").write_text("import os, time; print('begun', os.getpid(), flush=True); time.sleep(60)")
+    program = (
+        "import runpy, torch; torch.cuda.device_count = lambda: 2; torch.cuda.get_device_name = lambda index: 'a card'; "
+        f"runpy.run_path({str(tmp_path / 'scripts' / 'scaling.py')!r}, run_name='__main__')"
+    )
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "scaling.py").write_text(Path(scaling.__file__).read_text())
+    command = [sys.executable, "-c", program, "--coco", "absent", "--out", str(tmp_path / "scaling.json")]
+    process = subprocess.Popen(command, cwd=CONFIGS.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    said = next(line for line in process.stdout if "begun" in line)
+    process.terminate()
+    _, errors = process.communicate(timeout=30)
+    assert errors.endswith("KeyboardInterrupt\n")
+    assert process.returncode in (1, -signal.SIGINT)
+    assert json.loads((tmp_path / "scaling.json").read_text())["passed"] is False
+    pid = said.split()[-1]
+    assert not Path(f"/proc/{pid}").is_dir() or " Z " in Path(f"/proc/{pid}/stat").read_text()
 
 
 def test_too_few_gpus_and_steps_are_refused(monkeypatch, tmp_path, capsys):
