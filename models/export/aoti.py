@@ -6,10 +6,11 @@ from typing import Any
 import torch
 
 from models.export.buckets import Size
-from models.export.certificate import Program
-from models.export.inference import InferenceModule
+from models.export.certificate import Program, contrasting_inputs
+from models.export.inference import InferenceModule, Outputs
 from models.export.programs import StaticProgram, choose_device, example_inputs, program_name
 from models.export.recipe import Precision, Source
+from models.export.trial import answer_apart
 
 
 class AotiFormat:
@@ -47,14 +48,29 @@ class AotiFormat:
 
     def write(
         self, source: Source, module: InferenceModule, buckets: tuple[Size, ...], batch_size: int, folder: Path
-    ) -> dict[Size, Program]:
-        """Compiles the programs and loads them again; see `models.export.build.Format`."""
-        return self.compile(module, buckets, batch_size, folder)
+    ) -> dict[Size, list[Outputs]]:
+        """Compiles the programs and runs them in processes of their own; see `models.export.build.Format`.
+
+        Raises:
+            ValueError: if a program crashes there.
+        """
+        self.write_packages(module, buckets, batch_size, folder)
+        return {
+            bucket: answer_apart(
+                folder / program_name(bucket, self.name), contrasting_inputs(bucket, batch_size), self.device
+            )
+            for bucket in buckets
+        }
 
     def compile(
         self, module: InferenceModule, buckets: tuple[Size, ...], batch_size: int, folder: Path
     ) -> dict[Size, Program]:
-        """Writes a package for each bucket into a folder, and loads it."""
+        """Writes a package for each bucket into a folder, and loads it into this process."""
+        self.write_packages(module, buckets, batch_size, folder)
+        return load_programs(folder, buckets, batch_size)
+
+    def write_packages(self, module: InferenceModule, buckets: tuple[Size, ...], batch_size: int, folder: Path) -> None:
+        """Writes a package for each bucket into a folder."""
         for bucket in buckets:
             exported = torch.export.export(module, example_inputs(bucket, batch_size, self.device), strict=False)
             torch._inductor.aoti_compile_and_package(
@@ -62,7 +78,6 @@ class AotiFormat:
                 package_path=str(folder / program_name(bucket, self.name)),
                 inductor_configs=self.settings["inductor"],
             )
-        return load_programs(folder, buckets, batch_size)
 
 
 def load_programs(folder: Path, buckets: tuple[Size, ...], batch_size: int) -> dict[Size, Program]:

@@ -16,12 +16,12 @@ from models.export.artefact import (
     write_manifest,
 )
 from models.export.buckets import Size
-from models.export.certificate import Program, Tolerance, measure
+from models.export.certificate import Tolerance, collect_answers, compare_answers
 from models.export.cuda_graph import WEIGHTS_FILE
-from models.export.inference import InferenceModule
+from models.export.inference import InferenceModule, Outputs
 from models.export.recipe import Precision, Source, build_module
 
-_PROGRAM = re.compile(r"detector_\d+x\d+\.(pt2|onnx)")
+_PROGRAM = re.compile(r"detector_\d+x\d+\.(pt2|onnx|log)")
 
 
 class Format(Protocol):
@@ -46,8 +46,11 @@ class Format(Protocol):
 
     def write(
         self, source: Source, module: InferenceModule, buckets: tuple[Size, ...], batch_size: int, folder: Path
-    ) -> dict[Size, Program]:
-        """Writes files into a folder and returns the program of each bucket, loaded from them."""
+    ) -> dict[Size, list[Outputs]]:
+        """Writes files into a folder, and returns what the program of each bucket, loaded from them, answers.
+
+        To the inputs, and in the order, of `models.export.certificate.collect_answers`.
+        """
 
 
 def export_detector(
@@ -82,17 +85,16 @@ def export_detector(
 
     Raises:
         ValueError: if the format cannot hold this detector, the folder holds something else, or a program does not
-            keep the tolerance.
+            keep the tolerance, or crashes.
     """
     format.check(precision, backend)
     _clear(folder)
     allow_tf32(precision.allow_tf32)
     module = build_module(source, precision=precision, backend=backend, fused=fused, device=format.device)
-    programs = format.write(source, module, buckets, batch_size, folder)
-    measurements = [
-        measure(program, module, bucket, batch_size, format.device, tolerance.min_score)
-        for bucket, program in programs.items()
-    ]
+    measurements = []
+    for bucket, answers in format.write(source, module, buckets, batch_size, folder).items():
+        expected = collect_answers(module, bucket, batch_size, format.device)
+        measurements.append(compare_answers(expected, answers, bucket, tolerance.min_score))
     manifest = Manifest(
         format=format.name,
         recipe=source.recipe,

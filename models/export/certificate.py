@@ -9,7 +9,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from models.export.buckets import Size
-from models.export.inference import Outputs
+from models.export.inference import Inputs, Outputs
 
 Program = Callable[[Tensor, Tensor, Tensor], Outputs]
 """Maps images, sizes and original sizes to detections, as `InferenceModule.forward` does."""
@@ -79,7 +79,7 @@ class Measurement:
         return asdict(self) | {"bucket": list(self.bucket)}
 
 
-def contrasting_inputs(bucket: Size, batch_size: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+def contrasting_inputs(bucket: Size, batch_size: int) -> list[Inputs]:
     """Makes two fixed inputs of a program, on the CPU: noise that fills the bucket, and slopes that leave padding."""
     height, width = bucket
     noise = torch.randint(
@@ -110,26 +110,31 @@ def measure(
         device: where both run.
         min_score: see `Tolerance`.
     """
-    inputs = [
-        (images.to(device), sizes_hw.to(device), originals.to(device))
-        for images, sizes_hw, originals in contrasting_inputs(bucket, batch_size)
-    ]
-    with torch.no_grad():
-        answers = [_copy(program(*each)) for each in inputs]
-        differences = [
-            compare_detections(eager(*each), answer, min_score) for each, answer in zip(inputs, answers, strict=True)
-        ]
-    first, second = answers
+    actual = collect_answers(program, bucket, batch_size, device)
+    return compare_answers(collect_answers(eager, bucket, batch_size, device), actual, bucket, min_score)
+
+
+@torch.no_grad()
+def collect_answers(program: Program, bucket: Size, batch_size: int, device: torch.device) -> list[Outputs]:
+    """Returns what a program answers to `contrasting_inputs`; arguments as of `measure`."""
+    answers = []
+    for inputs in contrasting_inputs(bucket, batch_size):
+        scores, labels, boxes_xyxy = program(*(tensor.to(device) for tensor in inputs))
+        answers.append((scores.clone(), labels.clone(), boxes_xyxy.clone()))  # the next call may overwrite them
+    return answers
+
+
+def compare_answers(
+    expected: Sequence[Outputs], actual: Sequence[Outputs], bucket: Size, min_score: float
+) -> Measurement:
+    """Compares what a program answered with what the eager detector answered, both as of `collect_answers`."""
+    differences = [compare_detections(*pair, min_score) for pair in zip(expected, actual, strict=True)]
+    first, second = actual
     return Measurement(
         bucket,
         largest(differences),
         depends_on_input=not all(torch.equal(one, other) for one, other in zip(first, second, strict=True)),
     )
-
-
-def _copy(outputs: Outputs) -> Outputs:
-    scores, labels, boxes_xyxy = outputs
-    return scores.clone(), labels.clone(), boxes_xyxy.clone()
 
 
 def largest(differences: Sequence[Difference]) -> Difference:

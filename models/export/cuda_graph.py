@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from models.export.buckets import Size
-from models.export.certificate import Program, measure
+from models.export.certificate import collect_answers, measure
 from models.export.inference import InferenceModule, Outputs
 from models.export.programs import example_inputs
 from models.export.recipe import Precision, Source
@@ -263,8 +263,8 @@ class CudaGraphFormat:
 
     def write(
         self, source: Source, module: InferenceModule, buckets: tuple[Size, ...], batch_size: int, folder: Path
-    ) -> dict[Size, Program]:
-        """Writes the weights and captures; see `models.export.build.Format`."""
+    ) -> dict[Size, list[Outputs]]:
+        """Writes the weights, captures and replays; see `models.export.build.Format`."""
         save_weights(source.weights, folder / WEIGHTS_FILE)
         graphed = GraphedDetector(module, buckets=buckets, batch_size=batch_size, **self.settings)
-        return dict.fromkeys(buckets, graphed)
+        return {bucket: collect_answers(graphed, bucket, batch_size, self.device) for bucket in buckets}

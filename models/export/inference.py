@@ -10,6 +10,9 @@ from models.layers.self_attention import SelfAttention
 from models.normalization import ImageNormalizer
 from models.postprocess import postprocess
 
+Inputs = tuple[Tensor, Tensor, Tensor]
+"""Images uint8 [B, 3, H, W], sizes_hw and original_sizes_hw int64 [B, 2], see `InferenceModule.forward`."""
+
 Outputs = tuple[Tensor, Tensor, Tensor]
 """Scores float32 [B, k], labels int64 [B, k], boxes_xyxy float32 [B, k, 4] in pixels of the original images."""
 

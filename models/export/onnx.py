@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from models.export.buckets import Size
-from models.export.certificate import Program
+from models.export.certificate import Program, collect_answers
 from models.export.inference import INPUT_NAMES, OUTPUT_NAMES, InferenceModule, Outputs
 from models.export.programs import StaticProgram, example_inputs, program_name
 from models.export.recipe import Precision, Source
@@ -56,8 +56,8 @@ class OnnxFormat:
 
     def write(
         self, source: Source, module: InferenceModule, buckets: tuple[Size, ...], batch_size: int, folder: Path
-    ) -> dict[Size, Program]:
-        """Writes the programs and loads them again; see `models.export.build.Format`."""
+    ) -> dict[Size, list[Outputs]]:
+        """Writes the programs, loads them again and runs them; see `models.export.build.Format`."""
         for name in ("onnxscript", "onnx_ir"):
             logging.getLogger(name).setLevel(logging.WARNING)  # they report every pass over the graph
         for bucket in buckets:
@@ -74,7 +74,8 @@ class OnnxFormat:
             )
             assert program is not None, "torch.onnx.export returns a program unless it is given a file"
             program.save(folder / program_name(bucket, self.name), external_data=False)
-        return load_programs(folder, buckets, batch_size)
+        programs = load_programs(folder, buckets, batch_size)
+        return {bucket: collect_answers(programs[bucket], bucket, batch_size, self.device) for bucket in buckets}
 
 
 def _average(tensor: Tensor, dim: list[int], keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:

@@ -1,14 +1,18 @@
 """A manifest, and what the loader refuses."""
 
 import json
+import shutil
+import subprocess
 from dataclasses import replace
 
 import pytest
 import safetensors.torch
 import torch
+from torch._inductor.package import package_aoti
 
 from models.environment import package_versions
 from models.export import artefact
+from models.export.aoti import AotiFormat
 from models.export.artefact import (
     MANIFEST,
     Manifest,
@@ -19,9 +23,10 @@ from models.export.artefact import (
     read_manifest,
 )
 from models.export.build import export_detector
-from models.export.certificate import Difference, Measurement, Tolerance, contrasting_inputs
+from models.export.certificate import Difference, Measurement, Tolerance, collect_answers, contrasting_inputs
 from models.export.cuda_graph import WEIGHTS_FILE, CudaGraphFormat, GraphedDetector
 from models.export.predictor import load_artefact
+from models.export.programs import program_name
 from models.export.recipe import Precision, Source, build_module
 from models.export.weights import save_weights
 
@@ -36,7 +41,7 @@ class HostGraphs(CudaGraphFormat):
 
     def write(self, source, module, buckets, batch_size, folder):
         save_weights(source.weights, folder / WEIGHTS_FILE)
-        return dict.fromkeys(buckets, module)
+        return {bucket: collect_answers(module, bucket, batch_size, CPU) for bucket in buckets}
 
 
 def export(source, folder, writer=None, **changes):
@@ -134,6 +139,30 @@ def test_weights_that_lie_channels_last_are_saved_and_answer_as_eager_does(sourc
     assert kernels[0].is_contiguous() is not channels_last
     for inputs in contrasting_inputs((64, 64), 1):
         assert all(torch.equal(one, other) for one, other in zip(loaded(*inputs), eager(*inputs), strict=True))
+
+
+class CrashingPackages(AotiFormat):
+    """Packages whose compiled code reads from address 0 when it is loaded."""
+
+    def write_packages(self, module, buckets, batch_size, folder):
+        code, library, metadata = (folder.parent / f"crash.wrapper{end}" for end in (".cpp", ".so", "_metadata.json"))
+        code.write_text("__attribute__((constructor)) void crash() { *(volatile int *)0; }")
+        metadata.write_text(json.dumps({"AOTI_DEVICE_KEY": "cpu"}))
+        subprocess.run(["g++", "-shared", code, "-o", library], check=True)
+        for bucket in buckets:
+            package_aoti(str(folder / program_name(bucket, self.name)), list(map(str, (code, library, metadata))))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_a_program_that_crashes_is_named_and_leaves_no_artefact(folder, source):
+    message = r"detector_64x64.pt2 must load and answer .* got SIGSEGV \(see '.*detector_64x64.log'\); set format="
+    with pytest.raises(ValueError, match=message):
+        export(source, folder, CrashingPackages(device="cpu", inductor={}))
+    assert "in aoti_load_package" in (folder / "detector_64x64.log").read_text()
+    with pytest.raises(ValueError, match=r"artefact must be a folder with manifest\.json"):
+        load_artefact(folder, device=CPU, origin=source)
+    export(source, folder)
+    assert {path.name for path in folder.iterdir()} == {MANIFEST, WEIGHTS_FILE}
 
 
 def test_an_artefact_of_an_earlier_checkpoint_is_stale(folder, source):
