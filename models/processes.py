@@ -6,7 +6,7 @@ import signal
 import sys
 import traceback
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -20,15 +20,18 @@ class SharedFate(Callback):
 
     Processes that wait for each other wait in silence, up to the half hour after which NCCL gives up. So until the
     first batch is done, each prints the stacks of its threads every `START_SECONDS`. And an error ends all processes
-    at once: the one that meets it kills those that its launcher has started, which may be within an exchange that
-    nobody will complete, and leaves without Python's way out, on which NCCL waits for the others too. What has started
-    the process itself (the first process, torchrun, srun) sees its status and ends the rest.
+    at once: the one that meets it kills those that it has started, in an earlier job of a sweep too, which may be in an
+    exchange that nobody will complete, and leaves without Python's way out, on which NCCL waits for the others too.
+    What has started the process itself (the first process, torchrun, srun) sees its status and ends the rest.
 
     Signals, which all processes obey after the same batch, take their usual way.
 
     Args:
         trainer: The run's trainer; the watch of the start becomes its last callback.
     """
+
+    _launchers: ClassVar[list[Any]] = []
+    """Lightning's, of this process: of several jobs the first has started the other processes."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -38,6 +41,7 @@ class SharedFate(Callback):
         if self._trainer.world_size > 1:
             faulthandler.dump_traceback_later(START_SECONDS, repeat=True)
             self._trainer.callbacks.append(self)  # type: ignore[attr-defined]  # set by Lightning, undeclared
+            self._launchers.append(self._trainer.strategy.launcher)
         return self
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
@@ -64,8 +68,7 @@ class SharedFate(Callback):
             status = error.code
         else:
             print(error.code, file=sys.stderr)
-        launcher = self._trainer.strategy.launcher
-        if launcher is not None:
+        for launcher in self._launchers:
             launcher.kill(signal.SIGKILL)
         sys.stdout.flush()
         sys.stderr.flush()

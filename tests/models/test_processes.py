@@ -129,3 +129,10 @@ def test_errors_kill_what_was_started_and_signals_do_not(body, status, killed):
     assert result.returncode == status
     assert result.stdout == ("killed by 9\n" if killed else "")
     assert ("x" in result.stderr) == ("x'" in body)
+
+
+def test_of_several_jobs_the_first_has_started_the_processes():
+    later = "SimpleNamespace(launcher=SimpleNamespace(kill=lambda number: None))"
+    again = f"processes.SharedFate(SimpleNamespace(world_size=2, callbacks=[], strategy={later})).__enter__()"
+    result = enter(f"{again}.__exit__(ValueError, ValueError('x'), None)")
+    assert (result.returncode, result.stdout) == (1, "killed by 9\n")

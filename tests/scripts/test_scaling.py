@@ -216,7 +216,7 @@ def test_a_stop_leaves_results_and_no_process(tmp_path):
     """SIGTERM to the program alone, in the middle of a sweep that would go on."""
     (tmp_path / "train.py").write_text("import os, time; print('begun', os.getpid(), flush=True); time.sleep(60)")
     program = (
-        "import runpy, torch; torch.cuda.device_count = lambda: 2; torch.cuda.get_device_name = lambda index: 'a card'; "
+        "import runpy, torch; torch.cuda.device_count = lambda: 2; torch.cuda.get_device_name = str; "
         f"runpy.run_path({str(tmp_path / 'scripts' / 'scaling.py')!r}, run_name='__main__')"
     )
     (tmp_path / "scripts").mkdir()
