@@ -130,7 +130,8 @@ def test_what_cannot_be_compiled_is_refused():
     [(FP32, Tolerance(1e-3, 0.1, 0.0)), (Precision(torch.bfloat16, True), Tolerance(5e-2, 8.0, 0.3))],
     ids=["fp32", "bf16"],
 )
-def test_the_kernels_travel_inside_the_package(source, tmp_path, precision, tolerance):
+def test_the_kernels_travel_inside_the_package(source, tmp_path, monkeypatch, precision, tolerance):
+    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")  # as SOON, for the processes that load
     manifest = export_detector(
         source,
         AotiFormat(device="cuda", inductor=SOON),
