@@ -56,7 +56,7 @@ def answer_apart(package: Path, inputs: Sequence[Inputs], device: torch.device) 
         if child.returncode != 0:
             raise ValueError(
                 f"{package.name} must load and answer in a process of its own, got "
-                f"{_describe_end(child.returncode, log)} (see {str(log)!r}); set format=cuda_graph or op=reference"
+                f"{_describe_end(child.returncode, log)} (see {str(log)!r}); set op=reference or another format"
             )
         log.unlink()
         answers: list[Outputs] = torch.load(answered)
