@@ -155,7 +155,7 @@ class CrashingPackages(AotiFormat):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_a_program_that_crashes_is_named_and_leaves_no_artefact(folder, source):
-    message = r"detector_64x64.pt2 must load and answer .* got SIGSEGV \(see '.*detector_64x64.log'\); set format="
+    message = r"detector_64x64.pt2 must load and answer .* got SIGSEGV \(see '.*detector_64x64.log'\); set op="
     with pytest.raises(ValueError, match=message):
         export(source, folder, CrashingPackages(device="cpu", inductor={}))
     assert "in aoti_load_package" in (folder / "detector_64x64.log").read_text()
