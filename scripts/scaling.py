@@ -60,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--coco", type=Path, required=True, help="COCO, or a part of it, in COCO's layout")
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument(
+        "--trainer", default="ddp", help="of several GPUs; ddp_graphs, with cuda_graphs=true behind all options"
+    )
+    parser.add_argument(
         "--steps", type=int, default=50, help="steps of each timed training; the first ten do not count"
     )
     parser.add_argument("--coco-steps", type=int, default=10, help="steps of the training on COCO")
@@ -85,7 +88,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     common = ["data=coco", *MODEL, *QUIET, f"hydra.searchpath=[file://{folder}]"]
     common += [f"data.num_workers={options.workers}", f"trainer.log_every_n_steps={WINDOW_STEPS}"]
     sweeps = {
-        "several": ["experiment=timed,subset", "trainer=ddp", f"trainer.devices={options.gpus}"],
+        "several": ["experiment=timed,subset", f"trainer={options.trainer}", f"trainer.devices={options.gpus}"],
         "alone": ["experiment=timed,again", "trainer=gpu"],
     }
     for name, words in sweeps.items():

@@ -116,6 +116,17 @@ def test_jobs_are_what_is_compared(monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for GPUs")
+def test_several_gpus_train_by_the_trainer_asked_for(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    composed = stand_in(monkeypatch)
+    main(["--coco", "coco", "--trainer", "ddp_graphs", "op=triton", "precision=bf16", "cuda_graphs=true"])
+    assert {cfg.cuda_graphs for cfg in composed.values()} == {True}
+    strategies = [cfg.trainer.get("strategy") for cfg in composed.values()]
+    assert [strategy["_target_"].split(".")[-1] for strategy in strategies[:2]] == ["GradientAveragingStrategy"] * 2
+    assert strategies[2:] == ["auto", "auto"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for GPUs")
 @pytest.mark.parametrize("lost", ["several", "alone"])
 def test_a_sweep_that_fails_leaves_what_is_known(monkeypatch, tmp_path, lost):
     stand_in(monkeypatch)
