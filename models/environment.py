@@ -80,6 +80,14 @@ def cut_folders(words: Iterable[str]) -> list[str]:
     return [_ABSOLUTE_PATH.sub(lambda found: Path(found[0]).name, word) for word in words]
 
 
+def child_variables() -> dict[str, str]:
+    """Returns variables for a process of ours: from any folder it finds this project, and what this one was given."""
+    root = Path(__file__).resolve().parents[1]
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    path = os.pathsep.join(dict.fromkeys([str(root), *map(os.path.abspath, given)]))
+    return {**os.environ, "PYTHONPATH": path}
+
+
 def relative_path(path: Path) -> str:
     """Returns a path as a person would type it: relative where it lies below the working folder."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

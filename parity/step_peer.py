@@ -1,7 +1,6 @@
 """Another code base beside ours: the same images and targets, blocks of steps in turn."""
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -17,8 +16,8 @@ import torch
 from omegaconf import DictConfig
 
 from models.backbone import DILATABLE_RESNETS
+from models.environment import child_variables
 from models.normalization import ImageNormalizer
-from parity.arms import ROOT
 from parity.hugging_face_step import SWAP
 from parity.step_benchmark import Samples, StepCase, SyntheticStep, compose_case, describe_samples, draw_batch
 from parity.step_memory import measure_peak
@@ -59,7 +58,7 @@ class PeerProcess:
         torch.save(job, path)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", f"parity.{runner}", path, *arguments],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *_python_path()])},
+            env=child_variables(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None,
@@ -238,8 +237,3 @@ def _hugging_face_settings(config: DictConfig) -> dict[str, Any]:
         "decoder_n_points": network.num_decoder_points,
         "dropout": network.dropout,
     }
-
-
-def _python_path() -> list[str]:
-    given = os.environ.get("PYTHONPATH")
-    return [given] if given else []

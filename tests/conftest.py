@@ -2,16 +2,14 @@
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-GIVEN = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+from models.environment import child_variables
 
 # Commands that tests start find this project and whatever packages the tests themselves find, from any folder.
-os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([str(ROOT), *map(os.path.abspath, GIVEN)]))
+os.environ["PYTHONPATH"] = child_variables()["PYTHONPATH"]
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell, of which processes take it over

@@ -5,7 +5,6 @@ inputs and switches  --- a file --->          loads the package and runs it
 answers, or what to do  <--- a file ---       answers; a crash leaves Python's stack in a log instead
 """
 
-import os
 import signal
 import subprocess
 import sys
@@ -15,10 +14,8 @@ from pathlib import Path
 
 import torch
 
-from models.environment import allow_tf32
+from models.environment import allow_tf32, child_variables
 from models.export.inference import Inputs, Outputs
-
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 def answer_apart(package: Path, inputs: Sequence[Inputs], device: torch.device) -> list[Outputs]:
@@ -37,7 +34,6 @@ def answer_apart(package: Path, inputs: Sequence[Inputs], device: torch.device) 
             said, after a crash Python's stack, is then in a log beside the package.
     """
     log = package.with_suffix(".log")
-    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory() as folder:
         given, answered = Path(folder, "given.pt"), Path(folder, "answered.pt")
         torch.save(
@@ -50,9 +46,7 @@ def answer_apart(package: Path, inputs: Sequence[Inputs], device: torch.device) 
         )
         words = ["-P", "-X", "faulthandler", "-m", "models.export.trial", str(package), str(given), str(answered)]
         with log.open("wb") as messages:
-            child = subprocess.run(
-                [sys.executable, *words], env={**os.environ, "PYTHONPATH": path}, stdout=messages, stderr=messages
-            )
+            child = subprocess.run([sys.executable, *words], env=child_variables(), stdout=messages, stderr=messages)
         if child.returncode != 0:
             raise ValueError(
                 f"{package.name} must load and answer in a process of its own, got "

@@ -41,7 +41,7 @@ NUM_PARAMETERS = 3 * 2 * 2 * 2 + 3 + 3 + 2 * 3 + 2
 
 
 def run(folder: Path, *command: str) -> None:
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_DETR_CACHE": str(folder), "PYTHONPATH": str(ROOT)}
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_DETR_CACHE": str(folder)}
     result = subprocess.run(
         [sys.executable, *command], cwd=folder, env=variables, capture_output=True, text=True, timeout=300
     )

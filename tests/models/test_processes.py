@@ -57,7 +57,8 @@ def test_an_error_of_one_process_ends_all(tmp_path, faulty, error):
     (tmp_path / "faulty.py").write_text(FAULTY)
     words = [f"+callbacks.faulty.{key}={value}" for key, value in {"faulty": faulty, "error": error}.items()]
     words += [f"+callbacks.faulty.pids={tmp_path}", f"hydra.run.dir={tmp_path / 'run'}"]
-    settings = {"OMP_NUM_THREADS": "1", "TRITON_DETR_CACHE": str(tmp_path), "PYTHONPATH": str(tmp_path)}
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    settings = {"OMP_NUM_THREADS": "1", "TRITON_DETR_CACHE": str(tmp_path), "PYTHONPATH": path}
     command = [sys.executable, str(ROOT / "train.py"), *WORDS, *words]
     result = subprocess.run(
         command, cwd=tmp_path, env={**os.environ, **settings}, capture_output=True, text=True, timeout=100
