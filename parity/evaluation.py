@@ -46,7 +46,8 @@ def run_evaluation(experiment: Experiment, progress: Progress) -> LevelResult:
     arms = [*control_arms(experiment), *tested]
     found = [evaluate_arm(experiment, arm, weights, progress) for arm in arms]
     base, *controls = found[: -len(tested)]
-    checks, numbers = compare_evaluations(base, controls, found[-len(tested) :], experiment)
+    yardstick = take_yardstick(base, controls, experiment)
+    checks, numbers = compare_evaluations(yardstick, found[-len(tested) :], experiment)
     settings = experiment.settings.evaluation
     data = {
         "metrics": {arm.name: _in_percent(each.result.metrics) for arm, each in zip(arms, found, strict=True)},
@@ -100,29 +101,51 @@ def rounded_otherwise(arm: Arm, experiment: Experiment) -> list[Arm]:
     return [arm, *(replace(arm, name=f"{arm.name}+{nudge}", nudge=nudge) for nudge in nudges)]
 
 
-def compare_evaluations(
-    base: Evaluated, controls: Sequence[Evaluated], others: Sequence[Evaluated], experiment: Experiment
-) -> tuple[list[Check], dict[str, Any]]:
-    """Compares AP and detections of an op with those of the base, by the base's own difference from its controls.
+@dataclass(frozen=True)
+class Yardstick:
+    """What the op that is compared with found, and how far its controls were from it.
 
     Args:
         base: arm A.
-        controls: the other arms of `control_arms`, A' first.
+        aps: of A and of A rounding otherwise, in points.
+        repeat_difference: of the AP of A' from that of A.
+        missing: largest gap of a control's agreement with A to 100 points.
+    """
+
+    base: Evaluated
+    aps: tuple[float, ...]
+    repeat_difference: float
+    missing: float
+
+
+def take_yardstick(base: Evaluated, controls: Sequence[Evaluated], experiment: Experiment) -> Yardstick:
+    """Compares the arms of `control_arms`, A and then A' and the rest."""
+    ap, again, *rounded = (PERCENT * each.result.metrics["AP"] for each in (base, *controls))
+    num_agreed = experiment.settings.evaluation.num_agreed
+    missing = max(PERCENT - agree(base, each, num_agreed) for each in controls)
+    return Yardstick(base, (ap, *rounded), abs(again - ap), missing)
+
+
+def compare_evaluations(
+    yardstick: Yardstick, others: Sequence[Evaluated], experiment: Experiment
+) -> tuple[list[Check], dict[str, Any]]:
+    """Compares AP and detections of an op with those of arm A, by A's own difference from its controls.
+
+    Args:
+        yardstick: A and its controls.
         others: the other op, under one rounding or several.
         experiment: has the margins.
 
     Returns:
         Checks, and the numbers behind them.
     """
-    settings = experiment.settings.evaluation
-    ap, again, *rounded = (PERCENT * each.result.metrics["AP"] for each in (base, *controls))
+    settings, ap = experiment.settings.evaluation, yardstick.aps[0]
     other_aps = [PERCENT * each.result.metrics["AP"] for each in others]
-    rounding = allowed_difference([ap, *rounded], len(other_aps), settings.confidence)
-    allowed = settings.margin_ap + abs(again - ap) + rounding
-    difference = abs(fmean(other_aps) - fmean([ap, *rounded]))
-    missing = max(PERCENT - agree(base, each, settings.num_agreed) for each in controls)
-    agreement = min(agree(base, each, settings.num_agreed) for each in others)
-    required = min(settings.min_agreement, PERCENT - OUTPUT.factor * missing)
+    rounding = allowed_difference(yardstick.aps, len(other_aps), settings.confidence)
+    allowed = settings.margin_ap + yardstick.repeat_difference + rounding
+    difference = abs(fmean(other_aps) - fmean(yardstick.aps))
+    agreement = min(agree(yardstick.base, each, settings.num_agreed) for each in others)
+    required = min(settings.min_agreement, PERCENT - OUTPUT.factor * yardstick.missing)
     found = ap >= settings.min_ap
     words = "AP of the base" if found else "refused: too low to compare anything, AP of the base"
     checks = [

@@ -8,7 +8,7 @@ from functools import partial
 from parity.arms import Arm, Experiment
 from parity.cases import Case
 from parity.ensemble import compare_outcomes, outcome
-from parity.evaluation import compare_evaluations, control_arms, evaluate_arm
+from parity.evaluation import compare_evaluations, control_arms, evaluate_arm, take_yardstick
 from parity.faults import FAULTS, Fault
 from parity.interception import op_of
 from parity.model_level import in_strict_fp32, judge_model, take_baseline, take_snapshot
@@ -211,12 +211,13 @@ def _detect_in_ensemble(experiment: Experiment, progress: Progress) -> Detect:
 def _detect_in_evaluation(experiment: Experiment, progress: Progress) -> Detect:
     weights = train_weights(experiment, progress)
     base, *controls = (evaluate_arm(experiment, arm, weights, progress) for arm in control_arms(experiment))
+    yardstick = take_yardstick(base, controls, experiment)
     arm = Arm("A", experiment.against, experiment.seed)
 
     def detect(fault: Fault, size: float) -> bool:
         broken = replace(arm, name="broken", fault=fault.name, fault_size=size)
         other = evaluate_arm(experiment, broken, weights, progress)
-        checks, _ = compare_evaluations(base, controls, [other], experiment)
+        checks, _ = compare_evaluations(yardstick, [other], experiment)
         return _failed(checks)
 
     return detect

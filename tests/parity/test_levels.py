@@ -18,6 +18,7 @@ from parity.evaluation import (
     control_arms,
     evaluate_arm,
     run_evaluation,
+    take_yardstick,
 )
 from parity.faults import FAULTS
 from parity.model_level import in_strict_fp32, judge_model, run_model_level, take_baseline, take_snapshot
@@ -249,7 +250,7 @@ def ap_verdict(experiment, base, control_gains, other_gains):
         return replace(base, result=replace(base.result, metrics=metrics))
 
     controls, others = ([gain(value) for value in gains] for gains in (control_gains, other_gains))
-    return compare_evaluations(base, controls, others, experiment)[0][1].verdict
+    return compare_evaluations(take_yardstick(base, controls, experiment), others, experiment)[0][1].verdict
 
 
 def test_evaluation_allows_a_jump_of_one_rounding_and_no_shift_of_all(experiment):
@@ -271,12 +272,13 @@ def test_evaluation_fails_moved_boxes_and_refuses_an_ap_that_is_too_low(experime
     )
     assert agree(base, base, 10) == pytest.approx(100.0)
     assert agree(base, moved, 10) < 90
-    checks, _ = compare_evaluations(base, [base, base], [moved], experiment)
+    yardstick = take_yardstick(base, [base, base], experiment)
+    checks, _ = compare_evaluations(yardstick, [moved], experiment)
     assert [check.verdict for check in checks] == [Verdict.PASS, Verdict.PASS, Verdict.FAIL]
     assert ap_verdict(experiment, base, [0.0, 0.0], [0.01]) is Verdict.FAIL
     experiment.settings.evaluation.min_ap = 101.0
     try:
-        refused = compare_evaluations(base, [base, base], [base], experiment)[0][0]
+        refused = compare_evaluations(yardstick, [base], experiment)[0][0]
     finally:
         experiment.settings.evaluation.min_ap = 0.0
     assert refused.guards
