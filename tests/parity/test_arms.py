@@ -46,6 +46,12 @@ def test_unknown_ops_are_refused(overrides):
         load_experiment([*overrides, "against=fast"])
 
 
+@pytest.mark.parametrize(("key", "least"), [("ensemble.pairs", 2), ("evaluation.controls", 1)])
+def test_samples_without_a_deviation_are_refused(overrides, key, least):
+    with pytest.raises(ValueError, match=rf"parity\.{key} must be >= {least}, got {least - 1}; raise it"):
+        load_experiment([*overrides, f"parity.{key}={least - 1}"])
+
+
 def test_hash_of_a_configuration_ignores_the_op_and_folders_alone(experiment):
     config = experiment.configs["reference"]
     other = OmegaConf.create(OmegaConf.to_container(config, resolve=False))
