@@ -16,8 +16,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from models.cuda_pass import Capture, CudaCapture, GradientBuffers, RecordedPass
+from models.layers.autocast import autocast_dtype
 from models.structures import take_apart
-from models.weight_casts import autocast_dtype
 
 # Eager passes after which a size takes the place of one that was not needed all the while.
 _PATIENCE = 8

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from models.layers.autocast import autocast_dtype
 from models.layers.level_tables import keeping_level_tables
-from models.weight_casts import autocast_dtype
 
 _WARMUP_PASSES = 3
 

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from models.decoder import DeformableDecoder, DeformableDecoderLayer
 from models.encoder import DeformableEncoder, DeformableEncoderLayer
+from models.layers.autocast import autocast_dtype
 from models.layers.ms_deform_attn import MSDeformAttn
 from models.proposals import embed_boxes, pixel_proposals
 from models.structures import EncoderProposals, FeatureLevels, LevelGeometry
-from models.weight_casts import autocast_dtype, casting_weights
+from models.weight_casts import casting_weights
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from models.layers.autocast import autocast_dtype
 from models.layers.joint_linear import JointLinear
 from models.layers.self_attention import SelfAttention
 
@@ -25,11 +26,6 @@ class Place(NamedTuple):
     def tensor(self) -> Tensor | None:
         """What stands there now."""
         return self.module._parameters[self.name]
-
-
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Returns the dtype that autocast now computes in on a device, None where it is off."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 @contextmanager

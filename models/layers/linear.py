@@ -12,6 +12,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from models.layers.autocast import autocast_dtype
+
 # With fewer rows there is little to read, and a sum by PyTorch is one launch instead of two.
 _MIN_ROWS = 4096
 
@@ -36,24 +38,29 @@ def linear(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         float [..., out_features]; under autocast in its dtype.
 
     Notes:
-        On a GPU, with many rows and tensors of one dtype, which autocast leaves as they are: differentiable once, the
-        gradient of the bias added up in float32 and rounded once. Else `torch.nn.functional.linear`.
+        On a GPU, with many rows: differentiable once, the gradient of the bias added up in float32 and rounded once.
+        Else `torch.nn.functional.linear`.
     """
-    if can_sum(features, weight, bias):
-        return _Linear.apply(features, weight, bias)
-    return functional.linear(features, weight, bias)
+    if not can_sum(features, weight, bias):
+        return functional.linear(features, weight, bias)
+    dtype = autocast_dtype(features.device) or features.dtype
+    return _Linear.apply(*(tensor.to(dtype) for tensor in (features, weight, bias)))
 
 
 def can_sum(features: Tensor, weight: Tensor, bias: Tensor) -> bool:
-    """Whether the kernel can take the gradient of a linear layer, and is worth it."""
-    device = features.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else features.dtype
+    """Whether the kernel can take the gradient of a linear layer, and is worth it.
+
+    Weights that are cast already and those that autocast has to cast are answered alike: a layer that is recomputed in
+    the backward pass, where they are not, has to keep what it kept before.
+    """
+    dtypes = {features.dtype, weight.dtype, bias.dtype}
     return (
         features.is_cuda
         and torch.is_grad_enabled()
         and bias.requires_grad
         and features.numel() >= _MIN_ROWS * features.shape[-1]
-        and features.dtype == weight.dtype == bias.dtype == dtype != torch.float64
+        and (len(dtypes) == 1 or autocast_dtype(features.device) is not None)
+        and torch.float64 not in dtypes
         and not torch.compiler.is_compiling()
     )
 

@@ -52,17 +52,18 @@ def test_a_strided_matrix_has_the_same_sums() -> None:
 
 
 @pytest.mark.parametrize("frozen", [None, "features", "weight"])
-@pytest.mark.parametrize("autocast", [False, True])
-def test_the_layer_is_that_of_pytorch(frozen: str | None, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("autocast", "dtype"), [(False, torch.float32), (True, torch.bfloat16), (True, torch.float32)])
+def test_the_layer_is_that_of_pytorch(
+    frozen: str | None, autocast: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(layer, "can_sum", lambda *tensors: True)
-    dtype = torch.bfloat16 if autocast else torch.float32
     tensors = {"features": draw(2, 150, 20), "weight": draw(24, 20), "bias": draw(24)}
     results = []
     for function in (layer.linear, functional.linear):
         leaves = {name: tensor.to(dtype).requires_grad_(name != frozen) for name, tensor in tensors.items()}
         with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
             output = function(*leaves.values())
-        output.backward(draw(2, 150, 24, dtype=dtype))
+        output.backward(draw(2, 150, 24, dtype=output.dtype))
         results.append([output, leaves["features"].grad, leaves["weight"].grad, leaves["bias"].grad])
     for index, (mine, expected) in enumerate(zip(*results, strict=True)):
         if expected is None:
@@ -87,8 +88,10 @@ def test_the_kernel_is_taken_on_a_gpu_where_it_is_worth_it() -> None:
     many, few = (torch.randn(rows, 256, device="cuda", requires_grad=True) for rows in (5000, 300))
     names = [type(module(features).grad_fn).__name__ for features in (many, few)]
     assert names == ["_LinearBackward", "AddmmBackward0"]
-    with torch.autocast("cuda", torch.bfloat16):  # which casts: the layer stays PyTorch's
-        assert type(module(many).grad_fn).__name__ != "_LinearBackward"
+    with torch.autocast("cuda", torch.bfloat16):
+        assert type(module(many).grad_fn).__name__ == "_LinearBackward"
+        assert module(many).dtype == torch.bfloat16
+    assert not can_sum(many.bfloat16(), module.weight, module.bias)  # PyTorch says what is wrong
     assert can_sum(many, module.weight, module.bias)
     with torch.no_grad():
         assert not can_sum(many, module.weight, module.bias)
