@@ -13,6 +13,11 @@ from parity.comparisons import Op
 
 Around = Callable[[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]], Tensor]
 
+# SplitMix64 (Steele et al., doi 10.1145/2660193.2660195): the step between states, and shift and factor of each round
+# that mixes one; as int64, whose products wrap.
+_STATE_STEP = 0x9E3779B97F4A7C15 - 2**64
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
+
 
 def op_of(backend: str) -> Op:
     """Returns the op with a backend as comparisons call it."""
@@ -53,21 +58,28 @@ def rounding_otherwise(seed: int) -> Iterator[None]:
     float32 stay as they are.
 
     Args:
-        seed: of the directions, together with PyTorch's own seed, which changes from step to step.
+        seed: of the directions, which follow from it and from each output's place and bits: a CUDA graph draws others
+            for other outputs, and a layer that is recomputed the same again.
     """
-    generators: dict[torch.device, torch.Generator] = {}
 
     def move(call: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         output = call(*args, **kwargs)
         if output.dtype not in (torch.bfloat16, torch.float16):
             return output
-        if output.device not in generators:
-            generators[output.device] = torch.Generator(output.device).manual_seed(torch.initial_seed() + seed)
-        drawn = torch.randint(2, output.shape, generator=generators[output.device], device=output.device)
-        return output * (1 + (2 * drawn - 1) * torch.finfo(output.dtype).eps).to(output.dtype)
+        return output * (1 + _draw_directions(output, seed) * torch.finfo(output.dtype).eps).to(output.dtype)
 
     with calling_around_op(move):
         yield
+
+
+def _draw_directions(output: Tensor, seed: int) -> Tensor:
+    """Returns -1 or 1 for each element of a half-precision tensor, from a hash of its bits, its place and the seed."""
+    bits = output.detach().contiguous().view(torch.int16).long()
+    place = torch.arange(output.numel(), device=output.device).view(output.shape)
+    mixed = bits + (place + seed * 2**40) * _STATE_STEP
+    for shift, factor in _ROUNDS:
+        mixed = (mixed ^ ((mixed >> shift) & (2 ** (64 - shift) - 1))) * factor
+    return torch.where(mixed < 0, -1, 1)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import torch
 
 import msda_op
 from parity.cases import DEFAULT_CASES, make_inputs
-from parity.interception import rounding_otherwise
+from parity.interception import calling_around_op, rounding_otherwise
 
 
 def run(dtype: torch.dtype, seed: int | None) -> torch.Tensor:
@@ -32,6 +32,39 @@ def test_directions_follow_from_the_seed():
     first, again, other = (run(torch.bfloat16, seed) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+def test_directions_follow_from_the_outputs_and_no_generator():
+    ones = torch.full((400, 50), 1.0, dtype=torch.bfloat16)
+
+    def moved(values: torch.Tensor, seed: int) -> torch.Tensor:
+        with calling_around_op(lambda call, args, kwargs: values), rounding_otherwise(seed):
+            return msda_op.ms_deform_attn() / values
+
+    state = torch.get_rng_state()
+    first = moved(ones, 1)
+    assert torch.equal(torch.get_rng_state(), state)
+    for other in (moved(2 * ones, 1), moved(ones, 2), first.flip(0), first.roll(1, 1), first.roll(1, 0)):
+        assert abs((other == first).double().mean() - 0.5) < 0.02  # independent: 4 deviations of 20,000 coins
+    assert abs((first > 1).double().mean() - 0.5) < 0.02
+
+
+@pytest.mark.gpu
+def test_a_graph_draws_anew_where_outputs_are_others():
+    values = torch.full((4000,), 1.0, dtype=torch.bfloat16, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with calling_around_op(lambda call, args, kwargs: values), rounding_otherwise(1):
+        eager = []
+        for size in (1.0, 2.0):
+            values.fill_(size)
+            eager.append(msda_op.ms_deform_attn() / values)
+        with torch.cuda.graph(graph):
+            moved = msda_op.ms_deform_attn() / values
+    for size, expected in zip((1.0, 2.0), eager, strict=True):
+        values.fill_(size)
+        graph.replay()
+        assert torch.equal(moved, expected)
+    assert not torch.equal(*eager)
 
 
 def test_float32_stays_as_it_is_and_nothing_is_left_behind():
