@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,12 +47,6 @@ TINY_COCO = [
 ]
 
 
-def run_train(*overrides: str, cache: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_DETR_CACHE": str(cache), **environment}
-    command = [sys.executable, str(ROOT / "train.py"), *overrides]
-    return subprocess.run(command, cwd=cache, env=variables, capture_output=True, text=True, timeout=300)
-
-
 def summary_of(run_dir: Path) -> dict:
     return json.loads((run_dir / "summary.json").read_text())
 
@@ -67,10 +62,16 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def smoke_run(cache, tmp_path_factory):
+def run_train(run_command, cache):
+    """Runs `train.py` with overrides and variables; the synthetic data of all runs lies in one folder."""
+    return partial(run_command, str(ROOT / "train.py"), folder=cache, TRITON_DETR_CACHE=str(cache))
+
+
+@pytest.fixture(scope="module")
+def smoke_run(run_train, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("smoke") / "run"
     drawn = [override for override in TINY if "plots" not in override]
-    result = run_train(*drawn, f"hydra.run.dir={run_dir}", cache=cache)
+    result = run_train(*drawn, f"hydra.run.dir={run_dir}")
     assert result.returncode == 0, result.stderr
     return run_dir
 
@@ -97,24 +98,22 @@ def test_checkpoints_load_without_running_code(smoke_run):
     assert checkpoint["config"]["num_classes"] == 6
 
 
-def test_a_resumed_run_goes_on_where_the_first_stopped(smoke_run, cache, tmp_path):
+def test_a_resumed_run_goes_on_where_the_first_stopped(run_train, smoke_run, tmp_path):
     ckpt_path = smoke_run / "checkpoints" / "last.ckpt"
-    result = run_train(
-        *TINY, f"ckpt_path={ckpt_path}", "trainer.max_epochs=2", f"hydra.run.dir={tmp_path / 'run'}", cache=cache
-    )
+    result = run_train(*TINY, f"ckpt_path={ckpt_path}", "trainer.max_epochs=2", f"hydra.run.dir={tmp_path / 'run'}")
     assert result.returncode == 0, result.stderr
     assert summary_of(tmp_path / "run")["steps"] == 4
     assert [point["step"] for point in summary_of(tmp_path / "run")["curve"]] == [4]
 
 
-def test_validation_on_two_processes_equals_one(smoke_run, cache, tmp_path):
+def test_validation_on_two_processes_equals_one(run_train, smoke_run, tmp_path):
     """Seven images: the sampler repeats one for the second process, which must not count twice."""
     weights = f"model.weights={smoke_run / 'checkpoints' / 'last.ckpt'}"
     found = {}
     for name, trainer in {"one": ["trainer=cpu"], "two": ["trainer=ddp", "trainer.accelerator=cpu"]}.items():
         run_dir = tmp_path / name
         result = run_train(
-            *TINY, *trainer, "mode=validate", weights, "data.eval_batch_size=1", f"hydra.run.dir={run_dir}", cache=cache
+            *TINY, *trainer, "mode=validate", weights, "data.eval_batch_size=1", f"hydra.run.dir={run_dir}"
         )
         assert result.returncode == 0, result.stderr
         found[name] = detections_of(run_dir), (run_dir / "per_class_ap.csv").read_text()
@@ -136,7 +135,7 @@ def write_annotations(path, content):
 
 
 @pytest.mark.parametrize("key", ["ckpt_path", "model.weights"])
-def test_validation_finds_categories_by_their_names(smoke_run, drawn, cache, tmp_path, key):
+def test_validation_finds_categories_by_their_names(run_train, smoke_run, drawn, tmp_path, key):
     text, words = drawn
     content = json.loads(text)
     for row in content["categories"]:
@@ -145,7 +144,7 @@ def test_validation_finds_categories_by_their_names(smoke_run, drawn, cache, tmp
         row["category_id"] = 1000 - row["category_id"]
     weights = f"{key}={smoke_run / 'checkpoints' / 'last.ckpt'}"
     words = [*words, "mode=validate", weights, f"hydra.run.dir={tmp_path / 'run'}"]
-    result = run_train(*words, *write_annotations(tmp_path / "renumbered.json", content), cache=cache)
+    result = run_train(*words, *write_annotations(tmp_path / "renumbered.json", content))
     assert result.returncode == 0, result.stderr
     assert "matched to the classes of" in result.stdout + result.stderr
     expected = json.loads((smoke_run / "detections_val.json").read_text())
@@ -153,7 +152,7 @@ def test_validation_finds_categories_by_their_names(smoke_run, drawn, cache, tmp
     assert [1000 - row["category_id"] for row in found] == [row["category_id"] for row in expected]
     assert [row["score"] for row in found] == pytest.approx([row["score"] for row in expected], abs=1e-5)
     content["categories"][0]["name"] = "cat"
-    refused = run_train(*words, *write_annotations(tmp_path / "other.json", content), cache=cache)
+    refused = run_train(*words, *write_annotations(tmp_path / "other.json", content))
     assert refused.returncode == 1
     message = (
         r"error: the data must have the 6 categories of .*last.ckpt, got 6 without \w+, with the new cat; validate"
@@ -161,7 +160,7 @@ def test_validation_finds_categories_by_their_names(smoke_run, drawn, cache, tmp
     assert re.match(message, refused.stderr.strip().splitlines()[-1])
 
 
-def test_processes_without_targets_train(drawn, cache, tmp_path):
+def test_processes_without_targets_train(run_train, drawn, tmp_path):
     """One image of four has boxes: in one of two steps one process has targets, in the other none."""
     text, words = drawn
     content = json.loads(text)
@@ -172,7 +171,7 @@ def test_processes_without_targets_train(drawn, cache, tmp_path):
     words = [*words, *write_annotations(tmp_path / "a.json", {**content, "images": images, "annotations": boxes})]
     words += ["trainer=ddp", "trainer.accelerator=cpu", "data.batch_size=1", "trainer.max_epochs=1"]
     words += ["trainer.log_every_n_steps=1", "trainer.num_sanity_val_steps=0"]
-    result = run_train(*words, f"hydra.run.dir={tmp_path / 'run'}", cache=cache)
+    result = run_train(*words, f"hydra.run.dir={tmp_path / 'run'}")
     assert result.returncode == 0, result.stderr
     rows = list(csv.DictReader((tmp_path / "run" / "csv" / "metrics.csv").open()))
     losses = [float(row["train/loss"]) for row in rows if row["train/loss"]]
@@ -182,10 +181,10 @@ def test_processes_without_targets_train(drawn, cache, tmp_path):
     assert all(value.isfinite().all() for value in checkpoint["state_dict"].values())
 
 
-def test_training_on_two_processes_runs(cache, tmp_path):
+def test_training_on_two_processes_runs(run_train, tmp_path):
     run_dir = tmp_path / "run"
     overrides = ["trainer=ddp", "trainer.accelerator=cpu", "data.batch_size=2", f"hydra.run.dir={run_dir}"]
-    result = run_train(*TINY, *overrides, cache=cache)
+    result = run_train(*TINY, *overrides)
     assert result.returncode == 0, result.stderr
     summary = summary_of(run_dir)
     assert summary["steps"] == 2
@@ -196,7 +195,7 @@ def test_training_on_two_processes_runs(cache, tmp_path):
 @pytest.mark.parametrize(
     "trainer", [["data.num_workers=1"], ["trainer=ddp", "trainer.accelerator=cpu"]], ids=["one", "two"]
 )
-def test_ctrl_c_saves_and_says_how_to_go_on(trainer, cache, tmp_path):
+def test_ctrl_c_saves_and_says_how_to_go_on(run_train, trainer, cache, tmp_path):
     """A terminal sends the signal to all processes of the command, loader workers included."""
     run_dir = tmp_path / "run"
     overrides = [*TINY, *trainer, "data.batch_size=1", "trainer.max_epochs=1000", "trainer.limit_val_batches=1"]
@@ -222,7 +221,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(trainer, cache, tmp_path):
     assert [int(number) for number, _ in stopped] == [steps]
     again = [*shlex.split(stopped[0][1]), f"trainer.max_steps={steps + 1}"]
     assert f"ckpt_path={last}" in again
-    result = run_train(*again, cache=cache)
+    result = run_train(*again)
     assert result.returncode == 0, result.stderr
     assert summary_of(run_dir)["steps"] == steps + 1
 
@@ -280,15 +279,15 @@ def test_workers_that_die_of_the_run_s_own_sigterm_are_no_fault_of_the_loader(mo
         (["trainer.devices=0"], r"devices=0.* not a valid"),
     ],
 )
-def test_wrong_settings_are_refused_in_a_line(overrides, message, cache, tmp_path):
-    result = run_train("trainer=cpu", *overrides, f"hydra.run.dir={tmp_path}", cache=cache, TRITON_INTERPRET="0")
+def test_wrong_settings_are_refused_in_a_line(run_train, overrides, message, tmp_path):
+    result = run_train("trainer=cpu", *overrides, f"hydra.run.dir={tmp_path}", TRITON_INTERPRET="0")
     assert result.returncode == 1
     assert result.stderr.strip().splitlines()[-1].startswith("error: ")
     assert "Traceback" not in result.stderr
     assert re.search(message, result.stderr)
 
 
-def test_optional_settings_run_together(cache, tmp_path):
+def test_optional_settings_run_together(run_train, tmp_path):
     run_dir = tmp_path / "run"
     result = run_train(
         *TINY,
@@ -298,7 +297,6 @@ def test_optional_settings_run_together(cache, tmp_path):
         "trainer.accumulate_grad_batches=2",
         "model.transformer.gradient_checkpointing=true",
         f"hydra.run.dir={run_dir}",
-        cache=cache,
     )
     assert result.returncode == 0, result.stderr
     assert summary_of(run_dir)["steps"] == 1
