@@ -42,7 +42,7 @@ def arguments(line: str, data: Path, run_dir: Path) -> list[str]:
     return shlex.split(line.replace("runs/<run>", str(run_dir)), comments=True)[2:]
 
 
-def run_command(overrides: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+def start_training(overrides: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_DETR_CACHE": str(cwd)}
     command = [sys.executable, str(ROOT / "train.py"), *overrides]
     return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=300)
@@ -69,7 +69,7 @@ def data(workspace):
 @pytest.fixture(scope="module")
 def first_run(workspace, data):
     run_dir = workspace / "first_run"
-    result = run_command([*SHRINK, *SYNTHETIC, "trainer.max_epochs=1", f"hydra.run.dir={run_dir}"], workspace)
+    result = start_training([*SHRINK, *SYNTHETIC, "trainer.max_epochs=1", f"hydra.run.dir={run_dir}"], workspace)
     assert result.returncode == 0, result.stderr
     return run_dir
 
@@ -86,12 +86,13 @@ def test_make_target_exists(target):
 
 
 @pytest.mark.parametrize("line", ON_CPU)
-def test_command_runs(line, workspace, data, first_run):
+def test_command_runs(run_command, line, workspace, data, first_run):
     given = arguments(line, data, first_run)
     shrink = SHRINK if "data=coco" in given else [*SHRINK, *SYNTHETIC]
     kept = [override for override in shrink if override.split("=")[0] not in {item.split("=")[0] for item in given}]
     run_dir = workspace / f"run_{ON_CPU.index(line)}"
-    result = run_command([*given, *kept, f"hydra.run.dir={run_dir}"], workspace)
+    words = [*given, *kept, f"hydra.run.dir={run_dir}"]
+    result = run_command(str(ROOT / "train.py"), *words, folder=workspace, TRITON_DETR_CACHE=str(workspace))
     assert result.returncode == 0, result.stderr
     assert (run_dir / "per_class_ap.csv").is_file()
 
@@ -114,18 +115,16 @@ def test_gpu_command_composes(line, data):
 def test_gpu_command_runs(line, workspace, data):
     given = arguments(line, data, data)
     shrink = SHRINK if "data=coco" in given else [*SHRINK, *SYNTHETIC]
-    result = run_command([*given, *shrink, f"hydra.run.dir={workspace / 'gpu'}"], workspace)
+    result = start_training([*given, *shrink, f"hydra.run.dir={workspace / 'gpu'}"], workspace)
     assert result.returncode == 0, result.stderr
 
 
-def test_export_and_prediction_run(workspace, data, first_run):
+def test_export_and_prediction_run(run_command, workspace, data, first_run):
     """In the README's order: a prediction reads what the export before has written."""
     on_cpu = [arguments(line, data, first_run) for line in TOOLS if "# GPU" not in line]
     assert [words[0] for words in on_cpu] == ["scripts.export", "scripts.predict", "scripts.predict"]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     for words in on_cpu:
-        command = [sys.executable, "-m", *words]
-        result = subprocess.run(command, cwd=workspace, env=variables, capture_output=True, text=True, timeout=300)
+        result = run_command("-m", *words, folder=workspace)
         assert result.returncode == 0, result.stderr
     assert (workspace / "found" / "detections.json").is_file()
     assert len(list((workspace / "found" / "pictures").iterdir())) == 2
