@@ -2,8 +2,6 @@
 
 import csv
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -57,25 +55,25 @@ FSDP = ["trainer=fsdp", "trainer.strategy._target_=sharded_on_cpu.ShardedOnCPU"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("sharding")
-    (path / "sharded_on_cpu.py").write_text(SHARDED_ON_CPU)
-    return path
-
-
-def train(folder, name, *words):
+def train(run_command, tmp_path_factory):
+    """Trains with words in a folder of a name, which it returns."""
+    folder = tmp_path_factory.mktemp("sharding")
+    (folder / "sharded_on_cpu.py").write_text(SHARDED_ON_CPU)
     path = os.pathsep.join([str(folder), os.environ["PYTHONPATH"]])
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_DETR_CACHE": str(folder), "PYTHONPATH": path}
-    command = [sys.executable, str(ROOT / "train.py"), *words, *WORDS, f"hydra.run.dir={folder / name}"]
-    result = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    return folder / name
+
+    def run(name, *words):
+        command = [str(ROOT / "train.py"), *words, *WORDS, f"hydra.run.dir={folder / name}"]
+        result = run_command(*command, folder=folder, TRITON_DETR_CACHE=str(folder), PYTHONPATH=path)
+        assert result.returncode == 0, result.stderr
+        return folder / name
+
+    return run
 
 
 @pytest.fixture(scope="module")
-def sharded(folder):
+def sharded(train):
     """A run of two epochs of two steps."""
-    return train(folder, "sharded", *FSDP)
+    return train("sharded", *FSDP)
 
 
 def last_of(run_dir):
@@ -87,8 +85,8 @@ def logged(run_dir, name):
         return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
 
 
-def test_it_learns_as_ddp_does_and_saves_whole_checkpoints(folder, sharded):
-    copied = train(folder, "copied", "trainer=ddp")
+def test_it_learns_as_ddp_does_and_saves_whole_checkpoints(train, sharded):
+    copied = train("copied", "trainer=ddp")
     weights, expected = last_of(sharded)["state_dict"], last_of(copied)["state_dict"]
     assert weights.keys() == expected.keys()
     for name in ("train/loss", "train/grad_norm"):
@@ -100,8 +98,8 @@ def test_it_learns_as_ddp_does_and_saves_whole_checkpoints(folder, sharded):
     assert any(not torch.equal(first[name], value) for name, value in expected.items())
 
 
-def test_a_sharded_run_goes_on_bit_for_bit(folder, sharded):
-    resumed = train(folder, "resumed", *FSDP, f"ckpt_path='{sharded / 'checkpoints' / 'step=2.ckpt'}'")
+def test_a_sharded_run_goes_on_bit_for_bit(train, sharded):
+    resumed = train("resumed", *FSDP, f"ckpt_path='{sharded / 'checkpoints' / 'step=2.ckpt'}'")
     actual, expected = last_of(resumed), last_of(sharded)
     assert actual["global_step"] == expected["global_step"] == 4
     for name, value in expected["state_dict"].items():
