@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +37,9 @@ WORDS = [
     "trainer.accumulate_grad_batches=2",
     "trainer.log_every_n_steps=1",
 ]
+Command = Callable[..., subprocess.CompletedProcess[str]]
 SMALL_STEPS = 3
 NUM_PARAMETERS = 3 * 2 * 2 * 2 + 3 + 3 + 2 * 3 + 2
-
-
-def run(folder: Path, *command: str) -> None:
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_DETR_CACHE": str(folder)}
-    result = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=variables, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stderr
 
 
 def same_state(actual: dict[str, Tensor], expected: dict[str, Tensor], *, but: str = " ") -> bool:
@@ -55,10 +49,12 @@ def same_state(actual: dict[str, Tensor], expected: dict[str, Tensor], *, but: s
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def small(run_command: Command, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """For each process what a small network ended with, by the way in which it was trained."""
     folder = tmp_path_factory.mktemp("small")
-    run(folder, str(Path(__file__).with_name("run_gradient_averaging.py")), str(folder))
+    script = Path(__file__).with_name("run_gradient_averaging.py")
+    result = run_command(str(script), str(folder), folder=folder)
+    assert result.returncode == 0, result.stderr
     return [torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
@@ -110,15 +106,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("averaging")
 
 
-def train(folder: Path, name: str, *words: str) -> Path:
-    run(folder, str(ROOT / "train.py"), *WORDS, *words, f"hydra.run.dir={folder / name}")
+def train(run: Command, folder: Path, name: str, *words: str) -> Path:
+    command = [str(ROOT / "train.py"), *WORDS, *words, f"hydra.run.dir={folder / name}"]
+    result = run(*command, folder=folder, TRITON_DETR_CACHE=str(folder))
+    assert result.returncode == 0, result.stderr
     return folder / name
 
 
 @pytest.fixture(scope="module")
-def averaged(folder: Path) -> Path:
+def averaged(run_command: Command, folder: Path) -> Path:
     """A run of four steps of two batches of two processes."""
-    return train(folder, "averaged", "trainer=ddp_graphs")
+    return train(run_command, folder, "averaged", "trainer=ddp_graphs")
 
 
 def last_of(run_dir: Path) -> dict[str, Any]:
@@ -130,11 +128,11 @@ def logged(run_dir: Path, name: str) -> list[str]:
         return [row[name] for row in csv.DictReader(file) if row.get(name)]
 
 
-def test_a_detector_learns_as_with_ddp_bit_for_bit(folder: Path, averaged: Path) -> None:
+def test_a_detector_learns_as_with_ddp_bit_for_bit(run_command: Command, folder: Path, averaged: Path) -> None:
     """Statistics of batch norms are those of the first process; some images have no boxes."""
     content = json.loads(next(folder.rglob("instances_train.json")).read_text())
     assert {row["image_id"] for row in content["annotations"]} < {image["id"] for image in content["images"]}
-    wrapped = train(folder, "wrapped", "trainer=ddp")
+    wrapped = train(run_command, folder, "wrapped", "trainer=ddp")
     actual, expected = last_of(averaged), last_of(wrapped)
     assert actual["global_step"] == expected["global_step"] == 4
     assert same_state(actual["state_dict"], expected["state_dict"])
@@ -145,9 +143,9 @@ def test_a_detector_learns_as_with_ddp_bit_for_bit(folder: Path, averaged: Path)
     assert not same_state(first["state_dict"], expected["state_dict"])
 
 
-def test_a_run_goes_on_bit_for_bit(folder: Path, averaged: Path) -> None:
+def test_a_run_goes_on_bit_for_bit(run_command: Command, folder: Path, averaged: Path) -> None:
     checkpoint = averaged / "checkpoints" / "step=2.ckpt"
-    resumed = train(folder, "resumed", "trainer=ddp_graphs", f"ckpt_path='{checkpoint}'")
+    resumed = train(run_command, folder, "resumed", "trainer=ddp_graphs", f"ckpt_path='{checkpoint}'")
     actual, expected = last_of(resumed), last_of(averaged)
     assert actual["global_step"] == expected["global_step"] == 4
     assert same_state(actual["state_dict"], expected["state_dict"])
@@ -156,12 +154,18 @@ def test_a_run_goes_on_bit_for_bit(folder: Path, averaged: Path) -> None:
     assert all(same_state(moments[key], state) for key, state in expected_moments.items())
 
 
+def start(*words: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command in a process that no other has prepared."""
+    given = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.run([sys.executable, *words], cwd=folder, env=given, capture_output=True, text=True, timeout=300)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_graphs_on_two_gpus_learn_as_ddp_does(folder: Path) -> None:
     words = ["trainer.accelerator=gpu", "data.size_divisor=64"]
-    replayed = train(folder, "graphs_on_gpus", "trainer=ddp_graphs", "cuda_graphs=true", *words)
-    wrapped = train(folder, "ddp_on_gpus", "trainer=ddp", *words)
+    replayed = train(start, folder, "graphs_on_gpus", "trainer=ddp_graphs", "cuda_graphs=true", *words)
+    wrapped = train(start, folder, "ddp_on_gpus", "trainer=ddp", *words)
     actual, expected = last_of(replayed), last_of(wrapped)
     assert actual["global_step"] == expected["global_step"] == 4
     first = torch.load(wrapped / "checkpoints" / "step=2.ckpt", weights_only=True)["state_dict"]
