@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -53,16 +51,13 @@ def is_alive(pid):
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="asks Linux")
 @pytest.mark.parametrize(("faulty", "error"), [(0, "other"), (1, "data")])
-def test_an_error_of_one_process_ends_all(tmp_path, faulty, error):
+def test_an_error_of_one_process_ends_all(run_command, tmp_path, faulty, error):
     (tmp_path / "faulty.py").write_text(FAULTY)
     words = [f"+callbacks.faulty.{key}={value}" for key, value in {"faulty": faulty, "error": error}.items()]
     words += [f"+callbacks.faulty.pids={tmp_path}", f"hydra.run.dir={tmp_path / 'run'}"]
     path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
-    settings = {"OMP_NUM_THREADS": "1", "TRITON_DETR_CACHE": str(tmp_path), "PYTHONPATH": path}
-    command = [sys.executable, str(ROOT / "train.py"), *WORDS, *words]
-    result = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, **settings}, capture_output=True, text=True, timeout=100
-    )
+    command = [str(ROOT / "train.py"), *WORDS, *words]
+    result = run_command(*command, folder=tmp_path, TRITON_DETR_CACHE=str(tmp_path), PYTHONPATH=path)
     assert result.returncode == (1 if faulty == 0 else -signal.SIGKILL), result.stderr
     pids = [int((tmp_path / rank).read_text()) for rank in "01"]
     deadline = time.monotonic() + 10
@@ -133,11 +128,11 @@ BODIES = {
 
 
 @pytest.fixture(scope="module")
-def ends(tmp_path_factory):
+def ends(run_command, tmp_path_factory):
     """Exit status, standard output and standard error of a process for each of `BODIES`, forked from one."""
     folder = tmp_path_factory.mktemp("ends")
-    command = [sys.executable, "-c", CONTEXT, json.dumps(list(BODIES.values()))]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+    (folder / "context.py").write_text(CONTEXT)
+    result = run_command(str(folder / "context.py"), json.dumps(list(BODIES.values())), folder=folder)
     assert result.returncode == 0, result.stderr
     return {
         name: (status, *((folder / f"{number}.{stream}").read_text() for stream in (1, 2)))
