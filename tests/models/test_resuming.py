@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -88,7 +86,6 @@ INTERRUPTED_TWICE = """
 import os, signal, sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-sys.path.insert(0, "")
 spec = spec_from_file_location("resuming", sys.argv[1])
 module = module_from_spec(spec)
 spec.loader.exec_module(module)
@@ -101,9 +98,9 @@ module.fit(Twice(signal.SIGINT, 0), Path(sys.argv[2]))
 """
 
 
-def test_a_second_interrupt_ends_at_once(tmp_path):
-    command = [sys.executable, "-c", INTERRUPTED_TWICE, __file__, str(tmp_path)]
-    result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+def test_a_second_interrupt_ends_at_once(run_command, tmp_path):
+    (tmp_path / "twice.py").write_text(INTERRUPTED_TWICE)
+    result = run_command(str(tmp_path / "twice.py"), __file__, str(tmp_path), folder=tmp_path)
     assert result.returncode == -signal.SIGINT
     assert "Ctrl-C again ends at once" in result.stderr
     assert "still here" not in result.stdout
