@@ -4,8 +4,6 @@ import csv
 import json
 import os
 import signal
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -213,7 +211,6 @@ import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 import torch
-sys.path.insert(0, "")
 spec = spec_from_file_location("resuming", sys.argv[1])
 module = module_from_spec(spec)
 spec.loader.exec_module(module)
@@ -222,10 +219,10 @@ module.fit(Path(sys.argv[2]), Path(sys.argv[3]), "ema=exponential", action=modul
 """
 
 
-def test_a_run_killed_by_the_system_goes_on(whole, cache, tmp_path):
-    # A process of its own: one that has differentiated in threads can't do so again after a fork.
-    command = [sys.executable, "-c", KILLED_AT_STEP_3, __file__, str(tmp_path), str(cache)]
-    assert subprocess.run(command, cwd=CONFIGS.parent).returncode == -signal.SIGKILL
+def test_a_run_killed_by_the_system_goes_on(run_command, whole, cache, tmp_path):
+    (tmp_path / "killed.py").write_text(KILLED_AT_STEP_3)
+    words = [str(tmp_path / "killed.py"), __file__, str(tmp_path), str(cache)]
+    assert run_command(*words, folder=tmp_path).returncode == -signal.SIGKILL
     assert checkpoint_of(tmp_path)["global_step"] == 2
     fit(tmp_path, cache, "ema=exponential", "ckpt_path=auto")
     assert differences(tmp_path, whole) == []
