@@ -36,11 +36,10 @@ TINY = [
 ]
 
 
-def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_DETR_CACHE": str(folder)}
-    return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=variables, capture_output=True, text=True, timeout=300
-    )
+def start_export(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "scripts.export", *words]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture
@@ -63,10 +62,11 @@ def export(workspace: Path, *overrides: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory):
+def workspace(run_command, tmp_path_factory):
     """A folder with a short training run in `run` and its synthetic data in `synthetic`."""
     folder = tmp_path_factory.mktemp("export")
-    result = run(folder, str(ROOT / "train.py"), *TINY, f"hydra.run.dir={folder / 'run'}")
+    words = [*TINY, f"hydra.run.dir={folder / 'run'}"]
+    result = run_command(str(ROOT / "train.py"), *words, folder=folder, TRITON_DETR_CACHE=str(folder))
     assert result.returncode == 0, result.stderr
     (folder / "last.ckpt").symlink_to(folder / "run" / "checkpoints" / "last.ckpt")
     return folder
@@ -77,7 +77,7 @@ def export_onnx(workspace: Path) -> None:
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package)
     if not (workspace / "onnx").exists():
-        exported = run(workspace, "-m", "scripts.export", "ckpt=last.ckpt", "format=onnx", "out=onnx")
+        exported = start_export(workspace, "ckpt=last.ckpt", "format=onnx", "out=onnx")
         assert exported.returncode == 0, exported.stderr
         assert "bucket 64x64 against eager fp32: " in exported.stdout
 
@@ -305,8 +305,8 @@ def test_wrong_exports_are_refused(workspace, monkeypatch, overrides, message):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_graphs_need_a_gpu_and_an_error_is_a_line(workspace):
-    result = run(workspace, "-m", "scripts.export", "ckpt=last.ckpt")
+def test_graphs_need_a_gpu_and_an_error_is_a_line(run_command, workspace):
+    result = run_command("-m", "scripts.export", "ckpt=last.ckpt", folder=workspace)
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
     assert result.stderr.splitlines()[-1].startswith("error: format=cuda_graph must run on an NVIDIA GPU, got none")
@@ -317,7 +317,7 @@ def test_graphs_need_a_gpu_and_an_error_is_a_line(workspace):
 def test_artefacts_of_a_gpu_find_what_the_checkpoint_finds(workspace, predict, name, precision):
     out = f"{name}_{precision}"
     options = [f"format={name}", f"precision={precision}", f"out={out}", "batch_size=2"]
-    exported = run(workspace, "-m", "scripts.export", "ckpt=last.ckpt", *options)
+    exported = start_export(workspace, "ckpt=last.ckpt", *options)
     assert exported.returncode == 0, exported.stderr
     (images,) = workspace.glob("synthetic/*/val")
     found = []
