@@ -23,8 +23,17 @@ def make_rows(content: Content) -> list[Cells]:
 
 
 def make_front(files: Sequence[ResultsFile]) -> list[Cells]:
-    """Returns a row for the detectors of each file that were timed as graphs and eagerly, in its first batch."""
-    return [cells for file in files for cells in file.sign(_front_rows(file.content))]
+    """Returns a row for each precision and batch that is the first of a file: its detectors as graphs and eagerly.
+
+    Of several such files it is the one with the most detectors.
+    """
+    fullest: dict[str, tuple[int, list[Cells]]] = {}
+    for file in files:
+        for first, graphs, eager in _front_rows(file.content):
+            num_detectors = len(graphs.split(NEW_LINE))
+            if num_detectors > fullest.get(first, (0,))[0]:
+                fullest[first] = num_detectors, file.sign([(first, graphs, eager)])
+    return [cells for _, rows in fullest.values() for cells in rows]
 
 
 def _front_rows(content: Content) -> list[Cells]:

@@ -34,7 +34,7 @@ STEP_SECTION = Section(
 SWITCHES_SECTION = Section(
     "What makes a training step fast",
     "The step with these settings, and with what makes it fast turned off, one by one and then together; in brackets "
-    "how many times the first.",
+    "how many times the first. Kernels: the milliseconds that they take, to which a crowded host adds nothing.",
     ("settings", "batch", "ms", "ms without"),
 )
 
@@ -49,10 +49,11 @@ def make_switch_rows(content: Content) -> list[Cells]:
     batches: dict[str, tuple[Content, list[str]]] = {}
     for base, row, without in _with_switches(content):
         if without:
-            times = f"{format_words(without)} {_step_ms(row):.1f} ({_step_ms(row) / _step_ms(base):.2f} x)"
+            ratio = f" ({_step_ms(row) / _step_ms(base):.2f} x)"
+            times = f"{format_words(without)} {_format_ms(row, ratio)}"
             batches.setdefault(_format_batch(row), (base, []))[1].append(times)
     return [
-        (format_words(base["overrides"]), batch, f"{_step_ms(base):.1f}", NEW_LINE.join(times))
+        (format_words(base["overrides"]), batch, _format_ms(base), NEW_LINE.join(times))
         for batch, (base, times) in batches.items()
     ]
 
@@ -88,6 +89,11 @@ def _with_switches(content: Content) -> list[tuple[Content, Content, list[str]]]
         more = row["overrides"][kept:] if row["overrides"][:kept] == base["overrides"] else []
         found.append((base, row, more if all(word.endswith("=false") for word in more) else []))
     return found
+
+
+def _format_ms(row: Content, behind: str = "") -> str:
+    kernels = f", kernels {row['busy_ms']:.1f}" if "busy_ms" in row else ""
+    return f"{_step_ms(row):.1f}{behind}{kernels}"
 
 
 def _step_cells(row: Content) -> Cells:

@@ -22,3 +22,17 @@ def test_the_first_batch_of_detectors_that_were_timed_both_ways():
         )
     ]
     assert INFERENCE.front([ResultsFile({"rows": rows[2:3]}, "inference.json")]) == []
+
+
+def test_of_files_of_one_batch_the_one_with_the_most_detectors():
+    def file(name, *models, batch_size=1):
+        rows = [call(model, form, 10.0, batch_size) for model in models for form in ("eager", "graph")]
+        return ResultsFile({"rows": rows}, name)
+
+    files = [
+        file("a", "dino"),
+        file("b", "dino", "refine"),
+        file("c", "refine", "dino"),
+        file("d", "dino", batch_size=8),
+    ]
+    assert [row[-1] for row in INFERENCE.front(files)] == ["[b](b)", "[d](d)"]
