@@ -157,7 +157,8 @@ ROWS = [
     "about 7 in 24 GiB, 28 in 80 GiB | 125 h | @step.json@ |",
     "| other | as given | 2 of 800 x 1333 | 303 | 6.6 |  | 249 h | @step.json@ |",
     "| triton-detr | `precision=bf16` | 2 of 800 x 1333 | 100 | 20.0 |  | 82 h | @step_switches.json@ |",
-    "| `precision=bf16` | 2 of 800 x 1333 | 100.0, kernels 81.2 | `compile=false` 150.0 (1.50 x), kernels 99.0 | @step_switches.json@ |",
+    "| `precision=bf16` | 2 of 800 x 1333 | 100.0, kernels 81.2 | `compile=false` 150.0 (1.50 x), kernels 99.0 "
+    "| @step_switches.json@ |",
     "| `model=dino data.size_divisor=64` | 2 of 7 padded sizes | 95.1, 6 workers | 100.0 | 95.1 % | "
     "0 recompilations, 3 captures, 1 eager passes | @data.json@ |",
     "| `model=dino data.size_divisor=64` | 2 of 50 sizes, padded to 9 | 42.0 | 600, at most 900 | "
