@@ -55,18 +55,18 @@ class AotiFormat:
             ValueError: if a program crashes there.
         """
         self.write_packages(module, buckets, batch_size, folder)
-        return {
-            bucket: answer_apart(
-                folder / program_name(bucket, self.name), contrasting_inputs(bucket, batch_size), self.device
-            )
-            for bucket in buckets
-        }
+        return self._answer_apart(buckets, batch_size, folder)
 
     def compile(
         self, module: InferenceModule, buckets: tuple[Size, ...], batch_size: int, folder: Path
     ) -> dict[Size, Program]:
-        """Writes a package for each bucket into a folder, and loads it into this process."""
+        """Writes a package for each bucket into a folder, and loads it into this process once it has run in another.
+
+        Raises:
+            ValueError: if a program crashes there.
+        """
         self.write_packages(module, buckets, batch_size, folder)
+        self._answer_apart(buckets, batch_size, folder)
         return load_programs(folder, buckets, batch_size)
 
     def write_packages(self, module: InferenceModule, buckets: tuple[Size, ...], batch_size: int, folder: Path) -> None:
@@ -78,6 +78,14 @@ class AotiFormat:
                 package_path=str(folder / program_name(bucket, self.name)),
                 inductor_configs=self.settings["inductor"],
             )
+
+    def _answer_apart(self, buckets: tuple[Size, ...], batch_size: int, folder: Path) -> dict[Size, list[Outputs]]:
+        return {
+            bucket: answer_apart(
+                folder / program_name(bucket, self.name), contrasting_inputs(bucket, batch_size), self.device
+            )
+            for bucket in buckets
+        }
 
 
 def load_programs(folder: Path, buckets: tuple[Size, ...], batch_size: int) -> dict[Size, Program]:
