@@ -1,6 +1,7 @@
 """Processes train what the calling process would, report their lines, and hand on what goes wrong."""
 
 import time
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -19,16 +20,33 @@ def silent(line: str) -> None:
     pass
 
 
-def test_arms_of_other_processes_are_the_same_bit_for_bit(overrides, experiment, tmp_path):
-    elsewhere = load_experiment([*overrides, f"output={tmp_path}"])
-    lines: list[str] = []
+@pytest.fixture(scope="module")
+def elsewhere(overrides, tmp_path_factory) -> Experiment:
+    """An experiment whose arms nobody has trained yet, and whose faults are measured on the op alone."""
+    sizes = "parity.sensitivity.sizes={op: [1.0, 0.001], model: [], trajectory: [], ensemble: [], evaluation: []}"
+    return load_experiment([*overrides, sizes, f"output={tmp_path_factory.mktemp('elsewhere')}"])
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    """What processes have reported."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def workers(elsewhere, lines) -> Iterator[Workers]:
+    """Two processes, which take seconds to start."""
+    with Workers(elsewhere, 2, lines.append) as processes:
+        yield processes
+
+
+def test_arms_of_other_processes_are_the_same_bit_for_bit(workers, lines, elsewhere, experiment):
     arms = [Arm("A", "reference", 42), Arm("B", "reference", 42)]
-    with Workers(elsewhere, 2, lines.append) as workers:
-        for future in [workers.start(Training("trajectory", arm, STEPS)) for arm in arms]:
-            future.result()
-        broken = workers.start(Training("trajectory", Arm("A", "reference", 42, fault="typo"), STEPS))
-        with pytest.raises(ValueError, match=r"fault must be one of .*, got 'typo'"):
-            broken.result()
+    for future in [workers.start(Training("trajectory", arm, STEPS)) for arm in arms]:
+        future.result()
+    broken = workers.start(Training("trajectory", Arm("A", "reference", 42, fault="typo"), STEPS))
+    with pytest.raises(ValueError, match=r"fault must be one of .*, got 'typo'"):
+        broken.result()
     assert [line.split(", loss")[0] for line in sorted(lines)] == [
         f"arm {arm.name} (reference, seed 42): step {step} of {STEPS}" for arm in arms for step in (1, STEPS)
     ]
@@ -54,16 +72,19 @@ def test_levels_read_back_what_processes_trained(overrides, tmp_path):
     assert sum(line == "trained weights: step 2 of 2" for line in lines) == 1
 
 
-def test_work_that_needs_other_work_begins_after_it_and_ends_with_it(experiment):
-    with Workers(experiment, 2, silent) as workers:
-        first = workers.start(partial(_take, 0.5))
-        second = workers.start(partial(_take, 0.0), after=first)
-        assert second.result() > first.result()
-        broken = workers.start(_break)
-        with pytest.raises(ValueError, match="broken"):
-            workers.start(partial(_take, 0.0), after=broken).result()
-        slow = workers.start(partial(_take, 0.5))
-        late = workers.start(partial(_take, 0.0), after=slow)
+def test_work_that_needs_other_work_begins_after_it(workers):
+    first = workers.start(partial(_take, 0.5))
+    second = workers.start(partial(_take, 0.0), after=first)
+    assert second.result() > first.result()
+    broken = workers.start(_break)
+    with pytest.raises(ValueError, match="broken"):
+        workers.start(partial(_take, 0.0), after=broken).result()
+
+
+def test_work_that_needs_other_work_ends_with_it(experiment):
+    with Workers(experiment, 1, silent) as processes:
+        slow = processes.start(partial(_take, 0.5))
+        late = processes.start(partial(_take, 0.0), after=slow)
     assert slow.done()
     assert late.cancelled()
 
@@ -77,15 +98,11 @@ def _break(experiment: Experiment, progress: Progress) -> None:
     raise ValueError("broken")
 
 
-def test_faults_are_measured_while_a_level_before_waits(overrides, tmp_path):
+def test_faults_are_measured_while_a_level_before_waits(workers, lines, elsewhere):
     """Those that need no training, in processes, with the findings of this one."""
-    sizes = ["parity.sensitivity.sizes={op: [1.0, 0.001], model: [], trajectory: [], ensemble: [], evaluation: []}"]
-    elsewhere = load_experiment([*overrides, *sizes, f"output={tmp_path}"])
-    lines: list[str] = []
-    with Workers(elsewhere, 2, lines.append) as workers:
-        begun = begin_untrained(elsewhere, workers)
-        assert [len(pieces) for pieces in begun.values()] == [2]
-        shared = run_sensitivity(elsewhere, silent, workers, begun)
+    begun = begin_untrained(elsewhere, workers)
+    assert [len(pieces) for pieces in begun.values()] == [2]
+    shared = run_sensitivity(elsewhere, silent, workers, begun)
     alone = run_sensitivity(elsewhere, silent)
     assert shared.data == alone.data
     assert shared.checks == alone.checks
