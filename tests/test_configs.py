@@ -34,21 +34,11 @@ def needs_coco_root(option: str) -> bool:
     return option == "data=coco" or group == "experiment"
 
 
-def composed_option(option: str) -> DictConfig:
-    return composed(option, *([COCO_ROOT] if needs_coco_root(option) else []))
-
-
 @pytest.mark.parametrize("option", OPTIONS)
-def test_option_composes_and_resolves(option):
-    cfg = composed_option(option)
+def test_option_composes_resolves_and_instantiates(option, tmp_path):
+    cfg = composed(option, *([COCO_ROOT] if needs_coco_root(option) else []))
     cfg.num_classes = 5
     assert OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_option_instantiates(option, tmp_path):
-    cfg = composed_option(option)
-    cfg.num_classes = 5
     cfg.run_dir = str(tmp_path)
     if cfg.backbone.weights == "imagenet":
         cfg.backbone.weights = "none"
