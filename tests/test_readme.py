@@ -87,7 +87,7 @@ def test_make_target_exists(target):
 
 @pytest.mark.parametrize("line", ON_CPU)
 def test_command_runs(run_command, line, workspace, data, first_run):
-    given = arguments(line, data, first_run)
+    given = [word for word in arguments(line, data, first_run) if not word.startswith("trainer.max_epochs=")]
     shrink = SHRINK if "data=coco" in given else [*SHRINK, *SYNTHETIC]
     kept = [override for override in shrink if override.split("=")[0] not in {item.split("=")[0] for item in given}]
     run_dir = workspace / f"run_{ON_CPU.index(line)}"
