@@ -145,7 +145,7 @@ def test_exported_with_a_free_number_of_queries(backend: str) -> None:
 # Without the interpreter the forward is traceable: `torch.compile` finds kernel launches, and what each of them writes,
 # for a GPU that need not be there. The graphs are printed instead of run.
 TRACE = """
-import sys
+from itertools import product
 
 import torch
 import torch.fx.experimental.proxy_tensor
@@ -159,8 +159,7 @@ from parity.compilation import CompileOnlyDriver
 
 triton.runtime.driver.set_active(CompileOnlyDriver(90))
 backends._is_interpreted = lambda: True  # the tensors are on the CPU
-if sys.argv[1] == "hopper":
-    launch._capability_of = lambda tensor: (9, 0)
+plans = {"tiles": launch._capability_of, "hopper": lambda tensor: (9, 0)}
 
 def print_graph(graph, inputs):
     for node in graph.graph.nodes:
@@ -177,22 +176,26 @@ def step(value, points, scores, reference):
     plain = ms_deform_attn(2 * value, *table, points, scores, backend="triton")
     return plain + fused_ms_deform_attn(2 * value, *table, reference, points, scores, backend="triton")
 
-compiled = torch.compile(step, backend=aot_autograd(fw_compiler=print_graph, bw_compiler=print_graph), fullgraph=True)
-value, points = torch.rand(2, 14, 2, 32).to(getattr(torch, sys.argv[2])), torch.rand(2, 3, 2, 2, 3, 2)
-inputs = (value, points, torch.rand(2, 3, 2, 2, 3), torch.rand(2, 3, 2, 4))
-compiled(*(tensor.requires_grad_() for tensor in inputs)).sum().backward()
+for plan, dtype in product(plans, (torch.bfloat16, torch.float32)):
+    torch._dynamo.reset()
+    launch._capability_of = plans[plan]
+    print(plan, dtype)
+    graphs = aot_autograd(fw_compiler=print_graph, bw_compiler=print_graph)
+    value, points = torch.rand(2, 14, 2, 32).to(dtype), torch.rand(2, 3, 2, 2, 3, 2)
+    inputs = (value, points, torch.rand(2, 3, 2, 2, 3), torch.rand(2, 3, 2, 4))
+    inputs = [tensor.requires_grad_() for tensor in inputs]
+    torch.compile(step, backend=graphs, fullgraph=True)(*inputs).sum().backward()
 """
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("plan", ["tiles", "hopper"])
-def test_forward_becomes_kernel_launches_that_write_their_results_alone(plan: str, dtype: str) -> None:
+def test_forward_becomes_kernel_launches_that_write_their_results_alone() -> None:
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    finished = subprocess.run(
-        [sys.executable, "-c", TRACE, plan, dtype], env=environment, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", TRACE]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.splitlines() == 2 * ["forward_kernel output"] + 2 * ["msda_op.backward.default"]
+    traced = 2 * ["forward_kernel output"] + 2 * ["msda_op.backward.default"]
+    calls = [f"{plan} torch.{dtype}" for plan in ("tiles", "hopper") for dtype in ("bfloat16", "float32")]
+    assert finished.stdout.splitlines() == [line for call in calls for line in (call, *traced)]
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
