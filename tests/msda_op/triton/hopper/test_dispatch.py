@@ -109,8 +109,7 @@ def parts_of_a_product(inputs: FusedInputs, dtype: torch.dtype) -> tuple[Tensor,
     return parts[0].view(offsets.shape), parts[1].view(logits.shape), rows
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("num_coordinates", [2, 4])
+@pytest.mark.parametrize(("num_coordinates", "dtype"), [(2, torch.float32), (4, torch.bfloat16)], ids=str)
 def test_parts_of_a_product_give_the_bits_of_copies(
     num_coordinates: int, dtype: torch.dtype, way: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,7 +270,7 @@ def test_split_tiles_keep_their_order_whatever_the_memory_for_parts(monkeypatch:
     def op(value: Tensor, shapes, locations: Tensor, weights: Tensor) -> Tensor:
         return ms_deform_attn(value, shapes, None, locations, weights, deterministic=True, backend="triton")
 
-    inputs = make_inputs(CASE, torch.bfloat16, DEVICE, seed=0)
+    inputs = make_inputs(replace(CASE, batch=1), torch.bfloat16, DEVICE, seed=0)
     assert all(result.passed for result in compare_op(op, inputs, INPUT_NAMES))
     first = evaluate(op, inputs, INPUT_NAMES)["value"]
     for budget in (0, 10**5):
