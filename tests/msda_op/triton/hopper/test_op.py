@@ -107,7 +107,7 @@ def test_thin_levels_read_no_pixel_beyond_value() -> None:
 
 
 def test_levels_that_may_be_thin_but_are_not_change_nothing() -> None:
-    inputs = make_inputs(CASES[0], torch.bfloat16, DEVICE, seed=0)
+    inputs = make_inputs(CASES[9], torch.bfloat16, DEVICE, seed=0)
     rest = (inputs.value, inputs.spatial_shapes, inputs.sampling_locations, inputs.attention_weights)
     assert torch.equal(hopper.forward(*rest, thin_levels=True), hopper.forward(*rest))
     gradients = [
