@@ -44,7 +44,8 @@ def test_a_small_bug_in_the_op_fails(overrides, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("level", ["op", "model", "trajectory", "evaluation"])
 def test_a_fault_given_on_the_command_line_fails(level, overrides, tmp_path, capsys):
-    assert main([level, *overrides, f"output={tmp_path}", "parity.fault=x_and_y_swapped"]) == 1
+    words = ["parity.trajectory.trained_steps=0", "parity.fault=x_and_y_swapped", f"output={tmp_path}"]
+    assert main([level, *overrides, *words]) == 1
     assert "fault given to reference on purpose: x and y swapped" in capsys.readouterr().out
     banner = "reference was given a fault on purpose: x_and_y_swapped."
     assert banner in (tmp_path / "report.md").read_text()
