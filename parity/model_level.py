@@ -1,7 +1,6 @@
 """L1 and L2: does one step of the attention module, and of the whole model, do the same? In strict float32."""
 
 import copy
-import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -32,7 +31,9 @@ class Snapshot:
     """What one step of a model left.
 
     Args:
-        tensors: outputs, losses, gradients and updated parameters, by (group, name).
+        tensors: outputs, losses, gradients and updated parameters, by (group, name). An updated parameter is given as
+            its change times its gradient, by elements: what the step is worth. The change alone is, in the first step
+            of AdamW, hardly more than the sign of the gradient, which rounding decides where that is near zero.
         queries: query that each target got, int64 [n, R], in order of the targets.
     """
 
@@ -114,22 +115,20 @@ def take_snapshot(experiment: Experiment, arm: Arm, batch: Batch) -> Snapshot:
     """Runs one step of an arm on a batch."""
     loop = TrainingLoop(experiment, arm, total_steps=1)
     model = loop.detector.model
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    before = {name: parameter.detach().clone() for name, parameter in trained.items()}
     outputs: list[DetectorOutput] = []
     hook = model.register_forward_hook(lambda module, args, output: outputs.append(output))
-    gradients: dict[tuple[str, str], Tensor] = {}
     torch.manual_seed(arm.seed)
     losses = loop.backward(batch)
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            gradients["gradient", name] = parameter.grad.detach().clone()
+    gradients = {name: parameter.grad.clone() for name, parameter in trained.items() if parameter.grad is not None}
     loop.update()
     hook.remove()
     tensors = {("output", name): tensor for name, tensor in _output_tensors(outputs[0]).items()}
     tensors |= {("loss", name): value for name, value in losses.terms.items()}
-    tensors |= gradients
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            tensors["updated parameter", name] = parameter.detach().clone()
+    tensors |= {("gradient", name): gradient for name, gradient in gradients.items()}
+    for name, parameter in trained.items():
+        tensors["updated parameter", name] = (parameter.detach() - before[name]) * gradients.get(name, 1.0)
     return Snapshot(tensors, loop.assigned_queries())
 
 
@@ -162,32 +161,35 @@ def _output_tensors(output: DetectorOutput) -> dict[str, Tensor]:
 
 def _judge_modules(experiment: Experiment) -> list[Judged]:
     """Judges the attention module by itself, with points and with boxes as reference."""
-    rows = []
-    for coordinates, kind in ((2, "points"), (4, "boxes")):
-        arm = Arm("A", experiment.against, experiment.seed)
-        base = _run_module(experiment, arm, coordinates)
-        controls = [
-            relative_errors(base, _run_module(experiment, replace(arm, nudge=nudge), coordinates))
-            for nudge in range(1, experiment.settings.model.controls + 1)
-        ]
-        other = _run_module(experiment, experiment.arm_under_test(experiment.seed), coordinates)
-        rows += [dataclasses.replace(row, name=f"{row.name} ({kind})") for row in judge(base, controls, other)]
-    return rows
+    arm = Arm("A", experiment.against, experiment.seed)
+    nudges = range(1, experiment.settings.model.controls + 1)
+    arms = [arm, *(replace(arm, nudge=nudge) for nudge in nudges), experiment.arm_under_test(experiment.seed)]
+    base, *controls, other = (_run_modules(experiment, arm) for arm in arms)
+    return judge(base, [relative_errors(base, control) for control in controls], other)
 
 
-def _run_module(experiment: Experiment, arm: Arm, coordinates: int) -> dict[tuple[str, str], Tensor]:
-    """Runs a module of an arm forward and backward; returns its output and the gradients of inputs and parameters."""
+def _run_modules(experiment: Experiment, arm: Arm) -> dict[tuple[str, str], Tensor]:
+    """Runs a module of an arm forward and backward; returns its outputs and the gradients of inputs and parameters."""
     config = experiment.config_of(arm)
     detector = build_detector(config, build_data(config), arm)
     module = next(module for module in detector.modules() if isinstance(module, MSDeformAttn))
     module = module.to(experiment.device)
-    generator = torch.Generator().manual_seed(experiment.seed)
+    results = {}
+    with faulty(detector, arm):
+        for coordinates, kind in ((2, "points"), (4, "boxes")):
+            for (group, name), tensor in _run_module(module, coordinates, experiment.seed).items():
+                results[group, f"{name} ({kind})"] = tensor
+    return results
+
+
+def _run_module(module: MSDeformAttn, coordinates: int, seed: int) -> dict[tuple[str, str], Tensor]:
+    generator = torch.Generator().manual_seed(seed)
     shapes = tuple((max(1, 9 >> level), max(1, 12 >> level)) for level in range(module.num_levels))
-    width = module.value_proj.in_features
+    width, device = module.value_proj.in_features, module.value_proj.weight.device
     num_queries, value_length = 7, sum(h * w for h, w in shapes)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(experiment.device)
+        return torch.randn(*shape, generator=generator).to(device)
 
     inputs = {
         "query": draw(2, num_queries, width),
@@ -197,12 +199,11 @@ def _run_module(experiment: Experiment, arm: Arm, coordinates: int) -> dict[tupl
     for tensor in inputs.values():
         tensor.requires_grad_()
     padding_mask = draw(2, value_length) > 1
-    with faulty(detector, arm):
-        output = module(*inputs.values(), shapes, padding_mask)
-        output.backward(draw(*output.shape))
-    leaves: dict[str, Any] = {**inputs, **dict(module.named_parameters())}
-    gradients = {("gradient", name): leaf.grad for name, leaf in leaves.items()}
-    return {("output", "output"): output.detach(), **gradients}
+    output = module(*inputs.values(), shapes, padding_mask)
+    leaves: dict[str, Tensor] = {**inputs, **dict(module.named_parameters())}
+    gradients = torch.autograd.grad(output, list(leaves.values()), draw(*output.shape))
+    named = {("gradient", name): gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    return {("output", "output"): output.detach(), **named}
 
 
 def _to_json(row: Judged) -> dict[str, Any]:

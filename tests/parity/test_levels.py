@@ -1,5 +1,6 @@
 """Each level passes an op compared with itself, and fails every fault that it must see."""
 
+import copy
 import json
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from omegaconf import OmegaConf
 from models.weight_hash import hash_weights
 from parity.arms import ROOT, Arm, load_experiment
 from parity.cases import DEFAULT_CASES
+from parity.controls import relative_errors
 from parity.ensemble import compare_outcomes, run_ensemble
 from parity.evaluation import (
     Evaluated,
@@ -27,6 +29,7 @@ from parity.recording import record, train_weights
 from parity.results import Verdict
 from parity.sensitivity import check_faults, find_smallest, required_levels
 from parity.step_time import judge_speed, run_speed
+from parity.training import TrainingLoop
 from parity.trajectory import (
     changed_assignments,
     check_curves,
@@ -87,6 +90,36 @@ def test_model_level_fails_a_fault(fault, strict, baseline):
     arm = Arm("broken", "reference", strict.seed, fault=fault.name, fault_size=1.0)
     checks, _ = judge_model(baseline, take_snapshot(strict, arm, baseline.batch))
     assert Verdict.FAIL in {check.verdict for check in checks}
+
+
+def test_the_model_level_sees_a_learning_rate_that_is_a_little_off(experiment, baseline):
+    config = copy.deepcopy(experiment.configs)
+    for each in config.values():
+        each.optimizer.lr *= 1.05
+    other = in_strict_fp32(replace(experiment, configs=config))
+    checks, _ = judge_model(baseline, take_snapshot(other, Arm("B", "reference", other.seed), baseline.batch))
+    assert {check.name for check in checks if check.verdict is Verdict.FAIL} == {"updated parameters"}
+
+
+def test_a_sign_that_rounding_decides_does_not_fail_an_update(strict, baseline, monkeypatch):
+    backward, name = TrainingLoop.backward, "transformer.encoder.layers.0.self_attn.value_proj.bias"
+
+    def snapshot(sign):
+        def rounded(loop, batch):
+            losses = backward(loop, batch)
+            gradient = loop.detector.model.get_parameter(name).grad
+            gradient[0] = sign * 1e-3 * gradient.norm()
+            return losses
+
+        monkeypatch.setattr(TrainingLoop, "backward", rounded)
+        return take_snapshot(strict, Arm("A", "reference", strict.seed), baseline.batch).tensors
+
+    first, second = snapshot(1), snapshot(-1)
+    errors = relative_errors(first, second)
+    assert errors["gradient", name] == pytest.approx(2e-3, rel=1e-3)
+    assert errors["updated parameter", name] <= errors["gradient", name]
+    change, other = (each["updated parameter", name] / each["gradient", name] for each in (first, second))
+    assert (other - change).norm() > 0.1 * change.norm()  # of the parameter, which one of its few elements moves
 
 
 def test_an_assignment_that_a_nudge_changes_is_too_close_to_call(baseline):
