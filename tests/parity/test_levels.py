@@ -116,7 +116,7 @@ def test_a_sign_that_rounding_decides_does_not_fail_an_update(strict, baseline, 
 
     first, second = snapshot(1), snapshot(-1)
     errors = relative_errors(first, second)
-    assert errors["gradient", name] == pytest.approx(2e-3, rel=1e-3)
+    assert errors["gradient", name] == pytest.approx(2e-3, rel=0.1)
     assert errors["updated parameter", name] <= errors["gradient", name]
     change, other = (each["updated parameter", name] / each["gradient", name] for each in (first, second))
     assert (other - change).norm() > 0.1 * change.norm()  # of the parameter, which one of its few elements moves
