@@ -2,7 +2,8 @@
 
 Usage: python run_commands.py; a line of standard input is a command as JSON: the `words` behind `python`, its `folder`
 and `variables`. A line of standard output is what came of it: exit status, standard output and standard error, which
-are complete once no process holds them any more.
+are complete once no process holds them any more. This process neither differentiates nor touches a GPU: after that one
+that is forked from it could not.
 """
 
 import gc
