@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from functools import partial
+from queue import SimpleQueue
 
 import pytest
 
@@ -28,15 +29,15 @@ def elsewhere(overrides, tmp_path_factory) -> Experiment:
 
 
 @pytest.fixture(scope="module")
-def lines() -> list[str]:
-    """What processes have reported."""
-    return []
+def lines() -> SimpleQueue[str]:
+    """What processes report; a thread puts it in, soon after they have done so."""
+    return SimpleQueue()
 
 
 @pytest.fixture(scope="module")
 def workers(elsewhere, lines) -> Iterator[Workers]:
     """Two processes, which take seconds to start."""
-    with Workers(elsewhere, 2, lines.append) as processes:
+    with Workers(elsewhere, 2, lines.put) as processes:
         yield processes
 
 
@@ -47,9 +48,9 @@ def test_arms_of_other_processes_are_the_same_bit_for_bit(workers, lines, elsewh
     broken = workers.start(Training("trajectory", Arm("A", "reference", 42, fault="typo"), STEPS))
     with pytest.raises(ValueError, match=r"fault must be one of .*, got 'typo'"):
         broken.result()
-    assert [line.split(", loss")[0] for line in sorted(lines)] == [
-        f"arm {arm.name} (reference, seed 42): step {step} of {STEPS}" for arm in arms for step in (1, STEPS)
-    ]
+    expected = [f"arm {arm.name} (reference, seed 42): step {step} of {STEPS}" for arm in arms for step in (1, STEPS)]
+    assert sorted(lines.get(timeout=10).split(", loss")[0] for _ in expected) == expected
+    assert lines.empty()
     for arm in arms:
         assert arm_hash(elsewhere, arm, STEPS, STEPS) == arm_hash(experiment, arm, STEPS, STEPS)
         there, here = (record(each, arm, STEPS, silent) for each in (elsewhere, experiment))
@@ -108,4 +109,5 @@ def test_faults_are_measured_while_a_level_before_waits(workers, lines, elsewher
     assert shared.checks == alone.checks
     found = [row["smallest"] for row in alone.data["rows"] if row["smallest"]]
     assert any(smallest["op"] == 0.001 for smallest in found)
-    assert sum("sensitivity: op sees" in line for line in lines) == len(found)
+    assert all("sensitivity: op sees" in lines.get(timeout=10) for _ in found)
+    assert lines.empty()
