@@ -35,6 +35,7 @@ TINY = [
     "data.eval_batch_size=1",
     "data.num_workers=0",
     "model.transformer.num_queries=20",
+    "model.transformer.num_encoder_layers=1",
     "model.transformer.dropout=0.1",
 ]
 
