@@ -21,7 +21,7 @@ from models.divergence import TrainingDiverged
 from models.environment import allow_tf32, silence_dependencies
 from models.preflight import check_resumption, check_run, match_validation, resolve_checkpoint
 from models.processes import SharedFate
-from models.resuming import stopping_signal
+from models.resuming import has_heard_sigterm, stopping_signal
 from models.settings import check_numbers, check_resumed_settings
 
 USER_ERRORS = (ValueError, FileNotFoundError, ModuleNotFoundError, MisconfigurationException)
@@ -72,7 +72,7 @@ def work(cfg: DictConfig, detector: Detector, datamodule: CocoDataModule, traine
         explanation = explain_dead_worker(error)
         if explanation is None:
             raise
-        if trainer.received_sigterm:
+        if has_heard_sigterm(trainer):
             print(SIGTERM_TO_WORKERS, file=sys.stderr)
             sys.exit(128 + signal.SIGTERM)
         sys.exit(f"error: {explanation}")

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from models.csv_logger import AppendingCSVLogger
 from models.environment import relative_path, running_command
+from models.stop_agreement import StopAgreement
 
 STARTING = ("ckpt_path=", "model.weights=")
 """Words of a command that say where a run starts, and that one which goes on has anew."""
@@ -62,6 +63,9 @@ class StopCheckpoint(Callback):
     Within a window of accumulated gradients, which no checkpoint holds, Ctrl-C waits for its end, while at SIGTERM
     nothing is saved: the checkpoint before stands. A second Ctrl-C ends the process at once.
 
+    Several processes stop together one batch later, also when one of them alone has heard, and wait for the end of a
+    window at SIGTERM, too. For that they do not have Lightning ask the GPU about SIGTERM before every batch.
+
     Stands before the averaging of weights among the callbacks, which ends by giving the trained weights up.
 
     Args:
@@ -69,33 +73,48 @@ class StopCheckpoint(Callback):
 
     Attributes:
         is_interrupted: Whether it is Ctrl-C that stops the run.
-
-    Notes:
-        Where several processes train they agree on Ctrl-C by the reduction of a number, at every step and batch.
+        heard: Number of the signal that came to this process, 0 for none; alone, a process leaves SIGTERM to Lightning.
     """
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
         self.is_interrupted = False
+        self.heard = 0
         self._saved_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes Ctrl-C over from here on: before, there is nothing to save. The trainer gives it back when it ends.
+        """Takes the signals over from here on: before, there is nothing to save. The trainer gives them back.
 
         A run that ignores Ctrl-C, as a shell's jobs in the background do, goes on ignoring it, and so does one that is
         not in Python's main thread, which alone hears of signals.
         """
         self._saved_step = trainer.global_step
+        self._agreement = StopAgreement()
+        if self._agreement.is_shared:
+            self._take_over_sigterm(trainer)
         if not _hears_interrupts():
             return
         message = f"{_SHOW_CURSOR if sys.stderr.isatty() else ''}{_INTERRUPTED}" if trainer.is_global_zero else ""
 
         def interrupt(number: int, frame: FrameType | None) -> None:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            self.is_interrupted = True
+            self.heard = number
             os.write(2, message.encode())  # print could meet itself here
 
         signal.signal(signal.SIGINT, interrupt)
+
+    def _take_over_sigterm(self, trainer: Trainer) -> None:
+        """Keeps Lightning from its own agreement, by GPU, in which a process that alone hears SIGTERM waits forever."""
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+        launcher = trainer.strategy.launcher
+
+        def terminate(number: int, frame: FrameType | None) -> None:
+            if self.heard != number and launcher is not None:
+                launcher.kill(signal.Signals(number))  # as Lightning does, to the processes that it has started
+            self.heard = number
+
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, terminate)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -113,8 +132,10 @@ class StopCheckpoint(Callback):
 
     def _obey(self, trainer: Trainer) -> None:
         """Has the trainer raise what it raises at SIGTERM, at its next safe place, in all processes."""
-        self.is_interrupted = trainer.strategy.reduce_boolean_decision(self.is_interrupted, all=False)
-        trainer._signal_connector.received_sigterm |= self.is_interrupted
+        agreed = self._agreement.ask(self.heard)
+        if agreed:
+            self.is_interrupted = agreed == signal.SIGINT
+            trainer._signal_connector.received_sigterm = True
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Saves after a signal; the trainer raises the exception in all processes at the same batch."""
@@ -136,6 +157,7 @@ class StopCheckpoint(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves the last state unless that is done, as after an evaluation; Ctrl-C is Python's again."""
+        self._agreement.close()
         if self._saved_step != trainer.global_step:
             with _reopened_epoch(trainer):
                 trainer.save_checkpoint(self.path)
@@ -147,6 +169,15 @@ def stopping_signal(trainer: Trainer) -> signal.Signals:
     """Returns the signal that has stopped a training: SIGINT or SIGTERM."""
     saved = [callback for callback in trainer.callbacks if isinstance(callback, StopCheckpoint)]  # type: ignore[attr-defined]
     return signal.SIGINT if any(callback.is_interrupted for callback in saved) else signal.SIGTERM
+
+
+def has_heard_sigterm(trainer: Trainer) -> bool:
+    """Whether SIGTERM has come to this process, obeyed or not."""
+    return trainer.received_sigterm or any(
+        callback.heard == signal.SIGTERM
+        for callback in trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning, undeclared
+        if isinstance(callback, StopCheckpoint)
+    )
 
 
 def _hears_interrupts() -> bool:

@@ -49,7 +49,7 @@ QUIET = (
     "logger=csv",
     "trainer.num_sanity_val_steps=0",
     *(f"callbacks.{name}=null" for name in ("progress", "plots", "evaluation_plots")),
-    *(f"callbacks.{name}_checkpoint=null" for name in ("best", "step", "stop")),
+    *(f"callbacks.{name}_checkpoint=null" for name in ("best", "step")),
 )
 _BEGAN = time.monotonic()
 

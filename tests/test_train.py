@@ -249,6 +249,7 @@ class DeadWorkers:
     """A trainer whose loader dies, with SIGTERM for all or without."""
 
     world_size = 1
+    callbacks = ()
 
     def __init__(self, received_sigterm):
         self.received_sigterm = received_sigterm
