@@ -15,6 +15,7 @@ from models.criterion import Criterion
 from models.normalization import ImageNormalizer
 from models.optimization import AdamWSettings, Schedule, build_scheduler, clip_gradients, measure_gradients
 from models.postprocess import postprocess
+from models.reduction import sum_over_processes
 from models.structures import DetectorOutput, Targets
 
 
@@ -119,4 +120,4 @@ class Detector(pl.LightningModule):
     def _mean_over_processes(self, value: Tensor) -> Tensor:
         if self.trainer.world_size == 1:
             return value
-        return torch.as_tensor(self.trainer.strategy.reduce(value, reduce_op="mean"))
+        return sum_over_processes(value) / self.trainer.world_size

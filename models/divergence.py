@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from models.optimization import measure_gradients
+from models.reduction import sum_over_processes
 
 POLICIES = ("stop", "skip")
 
@@ -112,9 +113,7 @@ class DivergenceGuard(Callback):
         pl_module.gradient_norm = norm  # type: ignore[assignment]  # a Detector's, which clips by it
         is_scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         judged = torch.stack(self._losses if is_scaled else [*self._losses, norm.to(self._losses[0].device)])
-        withheld = (~judged.isfinite().all()).float()
-        if trainer.world_size > 1:
-            withheld = torch.as_tensor(trainer.strategy.reduce(withheld, reduce_op="sum")).clamp(max=1)
+        withheld = sum_over_processes((~judged.isfinite().all()).float()).clamp(max=1)
         if not is_scaled:
             _withhold(optimizer, withheld)
         self._record = StepRecord(

@@ -9,6 +9,7 @@ import signal
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -55,16 +56,18 @@ def train(folder: Path, number: signal.Signals, *, rank: int, at_batch: int, acc
         enable_model_summary=False,
     )
     stopped_by = 0
-    try:
-        trainer.fit(Signalled(number, rank, at_batch), DataLoader(torch.ones(2 * NUM_BATCHES, 1)))
-    except SIGTERMException:
-        stopped_by = stopping_signal(trainer)
+    with patch("torch.distributed.broadcast", wraps=torch.distributed.broadcast) as broadcast:
+        try:
+            trainer.fit(Signalled(number, rank, at_batch), DataLoader(torch.ones(2 * NUM_BATCHES, 1)))
+        except SIGTERMException:
+            stopped_by = stopping_signal(trainer)
     saved = torch.load(path, weights_only=True)["global_step"] if path.exists() else None
     return {
         "stopped_by": stopped_by,
         "step": trainer.global_step,
         "saved": saved,
         "heard_sigterm": has_heard_sigterm(trainer),
+        "asked_gpu": broadcast.call_count,
     }
 
 

@@ -47,12 +47,12 @@ def test_two_processes_stop_at_the_same_step(
     result = run_command(str(Path(__file__).with_name("run_stopping.py")), str(tmp_path), folder=tmp_path)
     assert result.returncode == 0, result.stderr
     first, second = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in (0, 1))
-    terminated = {"stopped_by": signal.SIGTERM, "step": 5, "saved": 5, "heard_sigterm": True}
+    terminated = {"stopped_by": signal.SIGTERM, "step": 5, "saved": 5, "heard_sigterm": True, "asked_gpu": 0}
     assert first == {
         "one": terminated,
         "starter": terminated,
         "window": terminated | {"step": 3, "saved": 3},
-        "last": {"stopped_by": 0, "step": 10, "saved": 10, "heard_sigterm": False},
+        "last": terminated | {"stopped_by": 0, "step": 10, "saved": 10, "heard_sigterm": False},
         "interrupt": terminated | {"stopped_by": signal.SIGINT},
     }
     assert second == first | {"last": first["last"] | {"heard_sigterm": True}}
