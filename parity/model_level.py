@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from coco.collate import Batch
+from models.detector import Detector
 from models.layers.ms_deform_attn import MSDeformAttn
 from models.structures import DetectorOutput
 from parity.arms import ROOT, Arm, Experiment
@@ -19,7 +20,7 @@ from parity.recording import Progress
 from parity.results import Check, LevelResult, Verdict
 from parity.results import judge as verdict_of
 from parity.tolerances import GRADIENT, OUTPUT
-from parity.training import TrainingLoop, build_data, build_detector, faulty
+from parity.training import TrainingLoop, faulty
 
 QUESTION = "With the same weights and one batch, is one step the same?"
 NUM_WORST = 10
@@ -35,10 +36,12 @@ class Snapshot:
             its change times its gradient, by elements: what the step is worth. The change alone is, in the first step
             of AdamW, hardly more than the sign of the gradient, which rounding decides where that is near zero.
         queries: query that each target got, int64 [n, R], in order of the targets.
+        module: outputs and gradients of the first attention module by itself, before the step.
     """
 
     tensors: dict[tuple[str, str], Tensor]
     queries: Tensor
+    module: dict[tuple[str, str], Tensor]
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,14 @@ class Baseline:
     Args:
         snapshot: of the op that is compared with.
         control_errors: relative errors of the controls.
+        module_errors: those of their attention module by itself.
         controls_keep_assignment: whether no control changed the assignment.
         batch: what was trained on.
     """
 
     snapshot: Snapshot
     control_errors: Sequence[Mapping[tuple[str, str], float]]
+    module_errors: Sequence[Mapping[tuple[str, str], float]]
     controls_keep_assignment: bool
     batch: Batch
 
@@ -62,10 +67,10 @@ def run_model_level(experiment: Experiment, progress: Progress) -> LevelResult:
     """Compares one step of a module and of the model under both ops."""
     strict = in_strict_fp32(experiment)
     progress("model: one step of the base, its controls and the op under test")
-    module_rows = _judge_modules(strict)
     baseline = take_baseline(strict)
     other = take_snapshot(strict, strict.arm_under_test(strict.seed), baseline.batch)
     checks, rows = judge_model(baseline, other)
+    module_rows = judge(baseline.snapshot.module, baseline.module_errors, other.module)
     wrong = [row.name for row in module_rows if not row.passed]
     detail = f"{len(module_rows)} tensors of both kinds of reference points"
     checks.insert(0, Check("module", verdict_of(not wrong), f"{detail}; out of bounds: {', '.join(wrong) or 'none'}"))
@@ -102,18 +107,23 @@ def take_baseline(experiment: Experiment) -> Baseline:
     with closing(TrainingLoop(experiment, arm, total_steps=1)) as loop:
         # Faults in padding need a batch that has some.
         batch = max((loop.next_batch() for _ in range(_BATCHES)), key=lambda batch: batch["padding_mask"].sum().item())
-    base = take_snapshot(experiment, arm, batch)
-    errors, keep = [], True
+        base = _run_step(loop, experiment, arm, batch)
+    errors, module_errors, keep = [], [], True
     for nudge in range(1, experiment.settings.model.controls + 1):
         control = take_snapshot(experiment, replace(arm, name=f"A+{nudge}", nudge=nudge), batch)
         errors.append(relative_errors(base.tensors, control.tensors))
+        module_errors.append(relative_errors(base.module, control.module))
         keep = keep and torch.equal(control.queries, base.queries)
-    return Baseline(base, errors, keep, batch)
+    return Baseline(base, errors, module_errors, keep, batch)
 
 
 def take_snapshot(experiment: Experiment, arm: Arm, batch: Batch) -> Snapshot:
-    """Runs one step of an arm on a batch."""
-    loop = TrainingLoop(experiment, arm, total_steps=1)
+    """Runs an attention module of an arm, and one step on a batch."""
+    return _run_step(TrainingLoop(experiment, arm, total_steps=1), experiment, arm, batch)
+
+
+def _run_step(loop: TrainingLoop, experiment: Experiment, arm: Arm, batch: Batch) -> Snapshot:
+    module = _run_modules(loop.detector, experiment, arm)
     model = loop.detector.model
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     before = {name: parameter.detach().clone() for name, parameter in trained.items()}
@@ -129,7 +139,7 @@ def take_snapshot(experiment: Experiment, arm: Arm, batch: Batch) -> Snapshot:
     tensors |= {("gradient", name): gradient for name, gradient in gradients.items()}
     for name, parameter in trained.items():
         tensors["updated parameter", name] = (parameter.detach() - before[name]) * gradients.get(name, 1.0)
-    return Snapshot(tensors, loop.assigned_queries())
+    return Snapshot(tensors, loop.assigned_queries(), module)
 
 
 def judge_model(baseline: Baseline, other: Snapshot) -> tuple[list[Check], list[Judged]]:
@@ -159,30 +169,19 @@ def _output_tensors(output: DetectorOutput) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
-def _judge_modules(experiment: Experiment) -> list[Judged]:
-    """Judges the attention module by itself, with points and with boxes as reference."""
-    arm = Arm("A", experiment.against, experiment.seed)
-    nudges = range(1, experiment.settings.model.controls + 1)
-    arms = [arm, *(replace(arm, nudge=nudge) for nudge in nudges), experiment.arm_under_test(experiment.seed)]
-    base, *controls, other = (_run_modules(experiment, arm) for arm in arms)
-    return judge(base, [relative_errors(base, control) for control in controls], other)
-
-
-def _run_modules(experiment: Experiment, arm: Arm) -> dict[tuple[str, str], Tensor]:
-    """Runs a module of an arm forward and backward; returns its outputs and the gradients of inputs and parameters."""
-    config = experiment.config_of(arm)
-    detector = build_detector(config, build_data(config), arm)
+def _run_modules(detector: Detector, experiment: Experiment, arm: Arm) -> dict[tuple[str, str], Tensor]:
+    """Runs the first attention module by itself, with points and with boxes as reference."""
     module = next(module for module in detector.modules() if isinstance(module, MSDeformAttn))
-    module = module.to(experiment.device)
-    results = {}
     with faulty(detector, arm):
-        for coordinates, kind in ((2, "points"), (4, "boxes")):
-            for (group, name), tensor in _run_module(module, coordinates, experiment.seed).items():
-                results[group, f"{name} ({kind})"] = tensor
-    return results
+        return {
+            (group, f"{name} ({kind})"): tensor
+            for coordinates, kind in ((2, "points"), (4, "boxes"))
+            for (group, name), tensor in _run_module(module, coordinates, experiment.seed).items()
+        }
 
 
 def _run_module(module: MSDeformAttn, coordinates: int, seed: int) -> dict[tuple[str, str], Tensor]:
+    """Runs forward and backward; returns the output and the gradients of inputs and parameters."""
     generator = torch.Generator().manual_seed(seed)
     shapes = tuple((max(1, 9 >> level), max(1, 12 >> level)) for level in range(module.num_levels))
     width, device = module.value_proj.in_features, module.value_proj.weight.device
