@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import hydra
 import lightning.pytorch as pl
+import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
@@ -19,6 +20,7 @@ from models.compilation import compile_regions
 from models.detector import Detector
 from models.divergence import TrainingDiverged
 from models.environment import allow_tf32, silence_dependencies
+from models.errors import UnfitSettingError, explain_full_memory
 from models.preflight import check_resumption, check_run, match_validation, resolve_checkpoint
 from models.processes import SharedFate
 from models.resuming import has_heard_sigterm, stopping_signal
@@ -66,8 +68,10 @@ def work(cfg: DictConfig, detector: Detector, datamodule: CocoDataModule, traine
             trainer.validate(detector, datamodule, ckpt_path=cfg.ckpt_path, verbose=False)
         else:
             trainer.fit(detector, datamodule, ckpt_path=cfg.ckpt_path)
-    except (DataError, NonFiniteDetectionsError, TrainingDiverged) as error:
+    except (DataError, NonFiniteDetectionsError, TrainingDiverged, UnfitSettingError) as error:
         sys.exit(f"error: {error}")
+    except torch.OutOfMemoryError as error:
+        sys.exit(f"error: {explain_full_memory(error)}")
     except RuntimeError as error:
         explanation = explain_dead_worker(error)
         if explanation is None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from models.decoder import DeformableDecoder, DeformableDecoderLayer
 from models.encoder import DeformableEncoder, DeformableEncoderLayer
+from models.errors import UnfitSettingError
 from models.layers.autocast import autocast_dtype
 from models.layers.ms_deform_attn import MSDeformAttn
 from models.proposals import embed_boxes, pixel_proposals
@@ -241,11 +242,11 @@ def best_proposals(scores: Tensor, num_queries: int) -> Tensor:
         int64 [B, Q], best first.
 
     Raises:
-        ValueError: if there are fewer proposals than queries.
+        UnfitSettingError: if there are fewer proposals than queries.
     """
     num_proposals = scores.shape[1]
     if num_queries > num_proposals:
-        raise ValueError(
+        raise UnfitSettingError(
             f"num_queries must be at most the number of proposals, {num_proposals} for images of this size, "
             f"got {num_queries}; take fewer queries or larger images"
         )

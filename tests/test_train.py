@@ -18,6 +18,7 @@ import torch
 from omegaconf import OmegaConf
 
 import train
+from models.errors import UnfitSettingError
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [
@@ -268,6 +269,28 @@ def test_workers_that_die_of_the_run_s_own_sigterm_are_no_fault_of_the_loader(mo
         assert capsys.readouterr().err.startswith("stopped by SIGTERM, which loader workers got too")
     else:
         assert "loader workers must stay alive" in caught.value.code
+
+
+FULL = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.99 GiB of which 1 GiB is free."
+
+
+@pytest.mark.parametrize(
+    ("raised", "message"),
+    [
+        (torch.OutOfMemoryError(FULL), "got: CUDA out of memory. Tried to allocate 2.00 GiB; lower data.batch_size"),
+        (UnfitSettingError("num_queries must be less"), "error: num_queries must be less"),
+    ],
+)
+def test_what_shows_only_when_a_batch_runs_ends_in_one_line(monkeypatch, raised, message):
+    class Failing(DeadWorkers):
+        def fit(self, *arguments, **settings):
+            raise raised
+
+    monkeypatch.setattr(train, "build", lambda cfg: (None, None, Failing(False)))
+    with pytest.raises(SystemExit) as caught:
+        train.run(OmegaConf.create({"mode": "train", "ckpt_path": None}))
+    assert message in caught.value.code
+    assert "\n" not in caught.value.code
 
 
 @pytest.mark.parametrize(
