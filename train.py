@@ -22,7 +22,7 @@ from models.divergence import TrainingDiverged
 from models.environment import allow_tf32, silence_dependencies
 from models.errors import UnfitSettingError, explain_full_memory
 from models.preflight import check_resumption, check_run, match_validation, resolve_checkpoint
-from models.processes import SharedFate
+from models.processes import SharedFate, explain_lost_process
 from models.resuming import has_heard_sigterm, stopping_signal
 from models.settings import check_numbers, check_resumed_settings
 
@@ -73,6 +73,9 @@ def work(cfg: DictConfig, detector: Detector, datamodule: CocoDataModule, traine
     except torch.OutOfMemoryError as error:
         sys.exit(f"error: {explain_full_memory(error)}")
     except RuntimeError as error:
+        lost = explain_lost_process(error)
+        if lost is not None:
+            sys.exit(f"error: {lost}")
         explanation = explain_dead_worker(error)
         if explanation is None:
             raise

@@ -26,7 +26,9 @@ from models.stop_agreement import StopAgreement
 STARTING = ("ckpt_path=", "model.weights=")
 """Words of a command that say where a run starts, and that one which goes on has anew."""
 
-_SHOW_CURSOR = "\x1b[?25h"
+SHOW_CURSOR = "\x1b[?25h"
+"""What a terminal is told by a process that ends without taking down its progress bar."""
+
 _INTERRUPTED = "\nstopping after this step and saving; Ctrl-C again ends at once\n"
 
 
@@ -94,7 +96,7 @@ class StopCheckpoint(Callback):
             self._take_over_sigterm(trainer)
         if not _hears_interrupts():
             return
-        message = f"{_SHOW_CURSOR if sys.stderr.isatty() else ''}{_INTERRUPTED}" if trainer.is_global_zero else ""
+        message = f"{SHOW_CURSOR if sys.stderr.isatty() else ''}{_INTERRUPTED}" if trainer.is_global_zero else ""
 
         def interrupt(number: int, frame: FrameType | None) -> None:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -129,6 +131,11 @@ class StopCheckpoint(Callback):
         """Obeys Ctrl-C."""
         if trainer.validating and trainer.state.fn == "fit":
             self._obey(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Lets a training end where nothing is left to go on with: a signal that came so late stops nothing."""
+        if _is_done(trainer):
+            trainer._signal_connector.received_sigterm = False
 
     def _obey(self, trainer: Trainer) -> None:
         """Has the trainer raise what it raises at SIGTERM, at its next safe place, in all processes."""
@@ -188,6 +195,14 @@ def _hears_interrupts() -> bool:
 def _has_stepped(trainer: Trainer) -> bool:
     """Whether the last batch closed a window of accumulated gradients."""
     return (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
+
+
+def _is_done(trainer: Trainer) -> bool:
+    """Whether the epoch that ends is the last one."""
+    done = trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]  # of a class that has it
+    has_all_epochs = 0 <= (trainer.max_epochs or -1) <= done
+    has_all_steps = 0 <= trainer.max_steps <= trainer.global_step
+    return has_all_epochs or has_all_steps or trainer.should_stop
 
 
 def _reopen_evaluation(trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""Trains on two processes of which one hears a signal, several times, and saves how each process ended.
+"""Trains on two processes of which one hears a signal, several times, and saves how each training ended in each.
 
 Usage: python run_stopping.py <folder>, which gets `rank_0.json`, `rank_1.json` and what a stop saves.
 """
@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from models.processes import SharedFate
 from models.resuming import StopCheckpoint, has_heard_sigterm, stopping_signal
 
 NUM_BATCHES = 10  # of a process
@@ -56,7 +57,7 @@ def train(folder: Path, number: signal.Signals, *, rank: int, at_batch: int, acc
         enable_model_summary=False,
     )
     stopped_by = 0
-    with patch("torch.distributed.broadcast", wraps=torch.distributed.broadcast) as broadcast:
+    with patch("torch.distributed.broadcast", wraps=torch.distributed.broadcast) as broadcast, SharedFate(trainer):
         try:
             trainer.fit(Signalled(number, rank, at_batch), DataLoader(torch.ones(2 * NUM_BATCHES, 1)))
         except SIGTERMException:
@@ -68,6 +69,7 @@ def train(folder: Path, number: signal.Signals, *, rank: int, at_batch: int, acc
         "saved": saved,
         "heard_sigterm": has_heard_sigterm(trainer),
         "asked_gpu": broadcast.call_count,
+        "watched": sum(len(launcher.procs) for launcher in SharedFate._launchers),  # processes, by Lightning
     }
 
 
@@ -75,10 +77,11 @@ def main(folder: Path) -> None:
     """Trains in every way; the first training starts the second process, which runs this file too."""
     torch.set_num_threads(1)
     results = {
+        "last": train(folder, signal.SIGTERM, rank=1, at_batch=NUM_BATCHES - 1),
+        "late": train(folder, signal.SIGINT, rank=1, at_batch=NUM_BATCHES - 2),
         "one": train(folder, signal.SIGTERM, rank=1, at_batch=3),
         "starter": train(folder, signal.SIGTERM, rank=0, at_batch=3),
         "window": train(folder, signal.SIGTERM, rank=1, at_batch=2, accumulate=2),
-        "last": train(folder, signal.SIGTERM, rank=1, at_batch=NUM_BATCHES - 1),
         "interrupt": train(folder, signal.SIGINT, rank=1, at_batch=3),
     }
     rank = int(os.environ.get("LOCAL_RANK", "0"))

@@ -44,11 +44,11 @@ class Signalled(pl.LightningModule):
         return self.layer(batch).sum()
 
 
-def fit(module, folder, **settings):
+def fit(module, folder, max_epochs=1, **settings):
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
-        max_epochs=1,
+        max_epochs=max_epochs,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -73,13 +73,22 @@ def test_sigterm_saves_where_no_gradient_is_lost(tmp_path, at_batch, is_saved):
 def test_an_interrupt_waits_for_the_gradients_at_hand_and_says_how_to_go_on(tmp_path, capsys, at_batch, step):
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(SIGTERMException):
-        fit(Signalled(signal.SIGINT, at_batch), tmp_path, accumulate_grad_batches=2)
+        fit(Signalled(signal.SIGINT, at_batch), tmp_path, max_epochs=2, accumulate_grad_batches=2)
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == step
     last_line = capsys.readouterr().err.splitlines()[-1]
     assert re.fullmatch(
         rf"stopped and saved after {step} steps; to go on: python .* ckpt_path=\S+last\.ckpt", last_line
     )
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("limits", [{}, {"max_epochs": -1, "max_steps": 6}])
+def test_a_signal_in_the_last_step_stops_nothing(tmp_path, capsys, number, limits):
+    """The training has ended with it: there would be nothing to go on with."""
+    fit(Signalled(number, 5), tmp_path, **limits)
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 6
+    assert "to go on" not in capsys.readouterr().err
 
 
 INTERRUPTED_TWICE = """

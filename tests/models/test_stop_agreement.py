@@ -1,15 +1,18 @@
 """Several processes stop together, whichever of them hears the signal."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from models.processes import LOST_PROCESS, explain_lost_process
 from models.stop_agreement import StopAgreement
 
 SAID = ([0, 0, 2, 0, 0], [0, 15, 0, 0, 0])
@@ -23,10 +26,22 @@ def test_one_process_agrees_with_itself_at_once() -> None:
     agreement.close()
 
 
-def ask(rank: int, port: int, folder: Path) -> None:
+def join(rank: int, port: int) -> StopAgreement:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     agreement = StopAgreement()
     assert agreement.is_shared
+    return agreement
+
+
+def run_two(function: Callable[[int, int, Path], None], folder: Path) -> None:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    mp.start_processes(function, (port, folder), nprocs=2, start_method="fork")
+
+
+def ask(rank: int, port: int, folder: Path) -> None:
+    agreement = join(rank, port)
     answers = [agreement.ask(number) for number in SAID[rank]]
     agreement.close()
     (folder / f"{rank}.json").write_text(json.dumps(answers))
@@ -34,26 +49,88 @@ def ask(rank: int, port: int, folder: Path) -> None:
 
 
 def test_processes_hear_of_each_other_one_call_later(tmp_path: Path) -> None:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    mp.start_processes(ask, (port, tmp_path), nprocs=2, start_method="fork")
+    run_two(ask, tmp_path)
     assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)] == [AGREED, AGREED]
+
+
+def ask_twice(agreement: StopAgreement) -> None:
+    agreement.ask(0)
+    agreement.ask(0)
+
+
+def lose(rank: int, port: int, folder: Path) -> None:
+    agreement = join(rank, port)
+    agreement.ask(0)
+    if rank == 0:
+        with pytest.raises(RuntimeError) as caught:
+            ask_twice(agreement)
+        (folder / "explained").write_text(str(explain_lost_process(caught.value)))
+    os._exit(0)  # without a farewell
+
+
+def test_a_process_that_has_ended_is_told_of_in_a_line(tmp_path: Path) -> None:
+    run_two(lose, tmp_path)
+    assert (tmp_path / "explained").read_text() == LOST_PROCESS
+    assert explain_lost_process(RuntimeError("shapes differ")) is None
+
+
+WAITING = """
+import os, signal, sys, threading
+from datetime import timedelta
+from types import SimpleNamespace
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
+from models.processes import SharedFate
+
+def wait_for_one_that_never_comes(is_first):
+    launcher = SimpleNamespace(kill=lambda number: os.write(1, b"killed by %d\\n" % number))
+    strategy = SimpleNamespace(launcher=launcher, cluster_environment=LightningEnvironment())
+    with SharedFate(SimpleNamespace(world_size=2, is_global_zero=is_first, callbacks=[], strategy=strategy)):
+        dist.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=timedelta(seconds=60))
+
+if os.fork() == 0:
+    os.environ["LOCAL_RANK"] = "1"
+    threading.Timer(0.5, os.kill, (os.getpid(), int(sys.argv[1]))).start()
+    wait_for_one_that_never_comes(is_first=False)
+wait_for_one_that_never_comes(is_first=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_before_a_training_a_signal_to_one_process_ends_all_in_the_midst_of_an_exchange(
+    run_command: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, number: signal.Signals
+) -> None:
+    (tmp_path / "waiting.py").write_text(WAITING)
+    result = run_command(str(tmp_path / "waiting.py"), str(int(number)), folder=tmp_path)
+    assert result.returncode == 128 + number, result.stderr
+    assert result.stderr.splitlines()[-1] == f"stopped by {number.name}; nothing is saved here"
+    assert result.stdout.count("killed by 9") == 2
 
 
 def test_two_processes_stop_at_the_same_step(
     run_command: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
+    """A signal of which all have heard only after the last step stops nothing."""
     result = run_command(str(Path(__file__).with_name("run_stopping.py")), str(tmp_path), folder=tmp_path)
     assert result.returncode == 0, result.stderr
     first, second = (json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in (0, 1))
-    terminated = {"stopped_by": signal.SIGTERM, "step": 5, "saved": 5, "heard_sigterm": True, "asked_gpu": 0}
+    terminated = {
+        "stopped_by": signal.SIGTERM,
+        "step": 5,
+        "saved": 5,
+        "heard_sigterm": True,
+        "asked_gpu": 0,
+        "watched": 0,
+    }
+    ended = terminated | {"stopped_by": 0, "step": 10, "saved": 10, "heard_sigterm": False, "watched": 1}
     assert first == {
+        "last": ended,
+        "late": ended,
         "one": terminated,
         "starter": terminated,
         "window": terminated | {"step": 3, "saved": 3},
-        "last": terminated | {"stopped_by": 0, "step": 10, "saved": 10, "heard_sigterm": False},
         "interrupt": terminated | {"stopped_by": signal.SIGINT},
     }
-    assert second == first | {"last": first["last"] | {"heard_sigterm": True}}
+    unwatched = {name: result | {"watched": 0} for name, result in first.items()}
+    assert second == unwatched | {"last": unwatched["last"] | {"heard_sigterm": True}}
     assert result.stderr.count("to go on: python") == 4
