@@ -13,6 +13,8 @@ from types import FrameType
 from typing import Any
 
 import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -154,8 +156,7 @@ class StopCheckpoint(Callback):
             _reopen_evaluation(trainer, pl_module)
         trainer.save_checkpoint(self.path)
         if trainer.is_global_zero:
-            command = f"{running_command(without=STARTING)} {shlex.quote(f'ckpt_path={relative_path(self.path)}')}"
-            text = f"stopped and saved after {trainer.global_step} steps; to go on: {command}"
+            text = f"stopped and saved after {trainer.global_step} steps; to go on: {_command_to_go_on(self.path)}"
             Console(stderr=True).print(Text(text), soft_wrap=True)  # never broken, to be copied
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -185,6 +186,16 @@ def has_heard_sigterm(trainer: Trainer) -> bool:
         for callback in trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning, undeclared
         if isinstance(callback, StopCheckpoint)
     )
+
+
+def _command_to_go_on(path: Path) -> str:
+    """Returns the command of this run, or in a sweep of this job alone, that goes on from a checkpoint."""
+    without, words = list(STARTING), [f"ckpt_path={relative_path(path)}"]
+    if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+        job = list(HydraConfig.get().overrides.task)
+        without += ["-m", "--multirun", *("".join(word.partition("=")[:2]) for word in job)]  # all values of the sweep
+        words = [*(word for word in job if not word.startswith(STARTING)), *words]
+    return f"{running_command(without=tuple(without))} {shlex.join(words)}"
 
 
 def _hears_interrupts() -> bool:

@@ -9,8 +9,11 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 
 from models.resuming import StepSeeds, StopCheckpoint
@@ -89,6 +92,17 @@ def test_a_signal_in_the_last_step_stops_nothing(tmp_path, capsys, number, limit
     fit(Signalled(number, 5), tmp_path, **limits)
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 6
     assert "to go on" not in capsys.readouterr().err
+
+
+def test_a_job_of_a_sweep_goes_on_alone(tmp_path, capsys, monkeypatch):
+    words = ["-m", "seed=1,2", "data.batch_size=2", "ckpt_path=old.ckpt", "hydra.sweep.dir=here"]
+    monkeypatch.setattr("sys.argv", ["train.py", *words])
+    job = {"mode": RunMode.MULTIRUN, "overrides": {"task": ["seed=1", "data.batch_size=2", "ckpt_path=old.ckpt"]}}
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", OmegaConf.create({"hydra": job}))
+    with pytest.raises(SIGTERMException):
+        fit(Signalled(signal.SIGINT, 2), tmp_path)
+    expected = r"to go on: python (-m )?\S+ hydra\.sweep\.dir=here seed=1 data\.batch_size=2 ckpt_path=\S+last\.ckpt\n$"
+    assert re.search(expected, capsys.readouterr().err)
 
 
 INTERRUPTED_TWICE = """
