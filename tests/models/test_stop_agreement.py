@@ -85,7 +85,9 @@ from models.processes import SharedFate
 def wait_for_one_that_never_comes(is_first):
     launcher = SimpleNamespace(kill=lambda number: os.write(1, b"killed by %d\\n" % number))
     strategy = SimpleNamespace(launcher=launcher, cluster_environment=LightningEnvironment())
-    with SharedFate(SimpleNamespace(world_size=2, is_global_zero=is_first, callbacks=[], strategy=strategy)):
+    trainer = SimpleNamespace(world_size=2, is_global_zero=is_first, callbacks=[], strategy=strategy)
+    with SharedFate(trainer) as fate:
+        fate.on_train_start(trainer, None)  # with callbacks.stop_checkpoint=null
         dist.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=timedelta(seconds=60))
 
 if os.fork() == 0:
@@ -97,7 +99,7 @@ wait_for_one_that_never_comes(is_first=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_before_a_training_a_signal_to_one_process_ends_all_in_the_midst_of_an_exchange(
+def test_where_nothing_saves_a_signal_to_one_process_ends_all_in_the_midst_of_an_exchange(
     run_command: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, number: signal.Signals
 ) -> None:
     (tmp_path / "waiting.py").write_text(WAITING)
