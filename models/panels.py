@@ -16,8 +16,8 @@ from rich.text import Text
 
 import msda_op
 from models.callbacks import closes_log_window
-from models.environment import relative_path, running_command
-from models.resuming import STARTING
+from models.environment import relative_path
+from models.resuming import STARTING, command_to_go_on
 
 METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 FILES = {
@@ -170,11 +170,10 @@ class RunPanels(Callback):
             return []
         epochs = trainer.max_epochs or -1
         more = f"trainer.max_epochs={2 * epochs}" if epochs > 0 else f"trainer.max_steps={2 * trainer.max_steps}"
-        again = running_command(without=RESUMING)
         return [
             f"predict:   python -m scripts.predict IMAGES --model {relative_path(shown)}",
             f"export:    python -m scripts.export ckpt={relative_path(shown)} format=onnx out=detector",
-            f"train on:  {again} ckpt_path={relative_path(last)} {more}",
+            f"train on:  {command_to_go_on(last, RESUMING)} {more}",
         ]
 
     def _files(self) -> dict[str, str]:

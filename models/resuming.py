@@ -6,7 +6,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -156,7 +156,7 @@ class StopCheckpoint(Callback):
             _reopen_evaluation(trainer, pl_module)
         trainer.save_checkpoint(self.path)
         if trainer.is_global_zero:
-            text = f"stopped and saved after {trainer.global_step} steps; to go on: {_command_to_go_on(self.path)}"
+            text = f"stopped and saved after {trainer.global_step} steps; to go on: {command_to_go_on(self.path)}"
             Console(stderr=True).print(Text(text), soft_wrap=True)  # never broken, to be copied
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -188,13 +188,18 @@ def has_heard_sigterm(trainer: Trainer) -> bool:
     )
 
 
-def _command_to_go_on(path: Path) -> str:
-    """Returns the command of this run, or in a sweep of this job alone, that goes on from a checkpoint."""
-    without, words = list(STARTING), [f"ckpt_path={relative_path(path)}"]
+def command_to_go_on(path: Path, replaced: Sequence[str] = STARTING) -> str:
+    """Returns the command of this run, or in a sweep of this job alone, that goes on from a checkpoint.
+
+    Args:
+        path: The checkpoint.
+        replaced: How words begin that the command leaves out.
+    """
+    without, words = list(replaced), [f"ckpt_path={relative_path(path)}"]
     if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
         job = list(HydraConfig.get().overrides.task)
         without += ["-m", "--multirun", *("".join(word.partition("=")[:2]) for word in job)]  # all values of the sweep
-        words = [*(word for word in job if not word.startswith(STARTING)), *words]
+        words = [*(word for word in job if not word.startswith(tuple(replaced))), *words]
     return f"{running_command(without=tuple(without))} {shlex.join(words)}"
 
 
