@@ -14,7 +14,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from models.resuming import SHOW_CURSOR, StopCheckpoint
+from models.resuming import SHOW_CURSOR, hears_signals, stop_checkpoints
 
 START_SECONDS = 180.0
 """Seconds to the end of the first batch after which each of several processes prints where its threads are."""
@@ -104,14 +104,13 @@ class SharedFate(Callback):
             faulthandler.dump_traceback_later(START_SECONDS, repeat=True)
             self._trainer.callbacks.append(self)  # type: ignore[attr-defined]  # set by Lightning, undeclared
             self._launchers.append(self._trainer.strategy.launcher)
-            if threading.current_thread() is threading.main_thread():  # which alone may ask for signals
+            if hears_signals():
                 self._watch = SignalWatch(self._end_at_signal)
         return self
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leaves signals to the callback that saves, which has taken them over by now."""
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        if self._watch is not None and any(isinstance(callback, StopCheckpoint) for callback in callbacks):
+        if self._watch is not None and stop_checkpoints(trainer):
             self._watch.release()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:

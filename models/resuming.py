@@ -117,7 +117,7 @@ class StopCheckpoint(Callback):
                 launcher.kill(signal.Signals(number))  # as Lightning does, to the processes that it has started
             self.heard = number
 
-        if threading.current_thread() is threading.main_thread():
+        if hears_signals():
             signal.signal(signal.SIGTERM, terminate)
 
     def on_train_batch_end(
@@ -173,19 +173,20 @@ class StopCheckpoint(Callback):
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def stop_checkpoints(trainer: Trainer) -> list[StopCheckpoint]:
+    """Returns what saves where a training stops; none with callbacks.stop_checkpoint=null."""
+    return [callback for callback in trainer.callbacks if isinstance(callback, StopCheckpoint)]  # type: ignore[attr-defined]
+
+
 def stopping_signal(trainer: Trainer) -> signal.Signals:
     """Returns the signal that has stopped a training: SIGINT or SIGTERM."""
-    saved = [callback for callback in trainer.callbacks if isinstance(callback, StopCheckpoint)]  # type: ignore[attr-defined]
-    return signal.SIGINT if any(callback.is_interrupted for callback in saved) else signal.SIGTERM
+    is_interrupted = any(callback.is_interrupted for callback in stop_checkpoints(trainer))
+    return signal.SIGINT if is_interrupted else signal.SIGTERM
 
 
 def has_heard_sigterm(trainer: Trainer) -> bool:
     """Whether SIGTERM has come to this process, obeyed or not."""
-    return trainer.received_sigterm or any(
-        callback.heard == signal.SIGTERM
-        for callback in trainer.callbacks  # type: ignore[attr-defined]  # set by Lightning, undeclared
-        if isinstance(callback, StopCheckpoint)
-    )
+    return trainer.received_sigterm or any(callback.heard == signal.SIGTERM for callback in stop_checkpoints(trainer))
 
 
 def command_to_go_on(path: Path, replaced: Sequence[str] = STARTING) -> str:
@@ -203,9 +204,13 @@ def command_to_go_on(path: Path, replaced: Sequence[str] = STARTING) -> str:
     return f"{running_command(without=tuple(without))} {shlex.join(words)}"
 
 
+def hears_signals() -> bool:
+    """Whether this thread is told of signals, as Python's main thread alone is."""
+    return threading.current_thread() is threading.main_thread()
+
+
 def _hears_interrupts() -> bool:
-    is_main = threading.current_thread() is threading.main_thread()
-    return is_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+    return hears_signals() and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
 
 
 def _has_stepped(trainer: Trainer) -> bool:
