@@ -3,13 +3,17 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from models.environment import child_variables
 
@@ -62,3 +66,25 @@ def run_command() -> Iterator[Commands]:
     commands = Commands()
     yield commands
     commands.close()
+
+
+def _join(
+    rank: int, port: int, num_processes: int, function: Callable[..., None], arguments: tuple[object, ...]
+) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_processes)
+    function(rank, *arguments)
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def run_group() -> Callable[..., None]:
+    """Calls a function with its rank and further arguments in each of several processes, a group of Gloo's."""
+
+    def run(num_processes: int, function: Callable[..., None], *arguments: object) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        words: tuple[Any, ...] = (port, num_processes, function, arguments)
+        mp.start_processes(_join, words, nprocs=num_processes, start_method="fork")
+
+    return run

@@ -1,5 +1,4 @@
 import json
-import socket
 from dataclasses import dataclass
 from functools import partial
 
@@ -7,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.utils.data import DistributedSampler
 
 from coco.annotations import read_annotations, read_categories
@@ -141,24 +139,18 @@ def gather_with_gloo(num_processes, own):
     return gathered
 
 
-def run_process(rank, num_processes, port, json_path, folder):
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_processes)
+def run_process(rank, num_processes, json_path, folder):
     gather = partial(gather_with_gloo, num_processes)
     metrics = [evaluate_split(json_path, count, num_processes, rank, gather) for count in NUM_IMAGES]
     (folder / f"{rank}.json").write_text(json.dumps(metrics))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("num_processes", [2, 3])
-def test_processes_agree_with_one(synthetic_folder, tmp_path, num_processes):
+def test_processes_agree_with_one(run_group, synthetic_folder, tmp_path, num_processes):
     json_path = synthetic_folder / "annotations" / "instances_train.json"
     expected = [evaluate_split(json_path, count, 1, 0, lambda own: [own]) for count in NUM_IMAGES]
     assert 0.05 < expected[0]["AP"] < 0.95
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    arguments = (num_processes, port, json_path, tmp_path)
-    mp.start_processes(run_process, arguments, nprocs=num_processes, start_method="fork")
+    run_group(num_processes, run_process, num_processes, json_path, tmp_path)
     for rank in range(num_processes):
         np.testing.assert_equal(json.loads((tmp_path / f"{rank}.json").read_text()), expected)
 

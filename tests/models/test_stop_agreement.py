@@ -3,14 +3,11 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from models.processes import LOST_PROCESS, explain_lost_process
 from models.stop_agreement import StopAgreement
@@ -26,30 +23,16 @@ def test_one_process_agrees_with_itself_at_once() -> None:
     agreement.close()
 
 
-def join(rank: int, port: int) -> StopAgreement:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def ask(rank: int, folder: Path) -> None:
     agreement = StopAgreement()
     assert agreement.is_shared
-    return agreement
-
-
-def run_two(function: Callable[[int, int, Path], None], folder: Path) -> None:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    mp.start_processes(function, (port, folder), nprocs=2, start_method="fork")
-
-
-def ask(rank: int, port: int, folder: Path) -> None:
-    agreement = join(rank, port)
     answers = [agreement.ask(number) for number in SAID[rank]]
     agreement.close()
     (folder / f"{rank}.json").write_text(json.dumps(answers))
-    dist.destroy_process_group()
 
 
-def test_processes_hear_of_each_other_one_call_later(tmp_path: Path) -> None:
-    run_two(ask, tmp_path)
+def test_processes_hear_of_each_other_one_call_later(run_group: Callable[..., None], tmp_path: Path) -> None:
+    run_group(2, ask, tmp_path)
     assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)] == [AGREED, AGREED]
 
 
@@ -58,8 +41,8 @@ def ask_twice(agreement: StopAgreement) -> None:
     agreement.ask(0)
 
 
-def lose(rank: int, port: int, folder: Path) -> None:
-    agreement = join(rank, port)
+def lose(rank: int, folder: Path) -> None:
+    agreement = StopAgreement()
     agreement.ask(0)
     if rank == 0:
         with pytest.raises(RuntimeError) as caught:
@@ -68,8 +51,8 @@ def lose(rank: int, port: int, folder: Path) -> None:
     os._exit(0)  # without a farewell
 
 
-def test_a_process_that_has_ended_is_told_of_in_a_line(tmp_path: Path) -> None:
-    run_two(lose, tmp_path)
+def test_a_process_that_has_ended_is_told_of_in_a_line(run_group: Callable[..., None], tmp_path: Path) -> None:
+    run_group(2, lose, tmp_path)
     assert (tmp_path / "explained").read_text() == LOST_PROCESS
     assert explain_lost_process(RuntimeError("shapes differ")) is None
 
