@@ -50,7 +50,7 @@ def is_alive(pid):
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="asks Linux")
-@pytest.mark.parametrize(("faulty", "error"), [(0, "other"), (1, "data")])
+@pytest.mark.parametrize(("faulty", "error"), [(0, "data"), (0, "other"), (1, "data")])
 def test_an_error_of_one_process_ends_all(run_command, tmp_path, faulty, error):
     (tmp_path / "faulty.py").write_text(FAULTY)
     words = [f"+callbacks.faulty.{key}={value}" for key, value in {"faulty": faulty, "error": error}.items()]
