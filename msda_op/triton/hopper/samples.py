@@ -199,11 +199,13 @@ def softmax_of_query(logit, exists):
 
 @triton.jit
 def weigh_pixels(coordinate, size, THIN: tl.constexpr):
-    """Returns (lower pixel as float, distance from it, weight of it, weight of the next one) along one axis."""
-    lower = tl.minimum(tl.maximum(tl.floor(coordinate), 0.0), size - 2)
+    """Returns (lower pixel as float, distance from it, weight of it, weight of the next one) along one axis.
+
+    The lower pixel is never negative, whatever the size: Inductor tries kernels on tables that are full of zeros.
+    """
+    lower = tl.maximum(tl.minimum(tl.floor(coordinate), size - 2), 0.0)
     step = 1.0  # to the next pixel; out of reach where there is none
     if THIN:
-        lower = tl.maximum(lower, 0.0)
         step = tl.where(size > 1, 1.0, float("inf"))
     distance = coordinate - lower
     return lower, distance, tl.maximum(1 - tl.abs(distance), 0.0), tl.maximum(1 - tl.abs(distance - step), 0.0)

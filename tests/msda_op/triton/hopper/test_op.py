@@ -10,6 +10,7 @@ from msda_op.locations import sampling_locations_from_offsets
 from msda_op.reference import ms_deform_attn_reference
 from msda_op.triton import hopper
 from msda_op.triton.hopper import launch
+from msda_op.triton.hopper.call import prepare_call
 from parity.cases import INPUT_NAMES, Case, OpInputs, make_inputs
 from parity.comparisons import Comparison, compare, compare_results, evaluate
 from parity.tolerances import GRADIENT, OUTPUT
@@ -302,3 +303,16 @@ def test_weights_beyond_float16_overflow_as_documented() -> None:
     rest = (((4, 4),), locations)
     assert hopper.forward(value, *rest, torch.full((1, 1, 1, 1, 1), 6e4, device=DEVICE)).isfinite().all()
     assert not hopper.forward(value, *rest, torch.full((1, 1, 1, 1, 1), 7e4, device=DEVICE)).isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("thin_levels", [True, False])
+def test_a_table_of_zeros_leads_to_no_row_in_front_of_value(thin_levels: bool, dtype: torch.dtype) -> None:
+    """AOTInductor tries kernels on tables that are full of zeros, and value may begin where the memory does."""
+    sizes, surroundings = (2, 3, 2, 32), torch.full((4, 6, 2, 32), float("nan"), dtype=dtype, device=DEVICE)
+    value = surroundings[2:].flatten()[: torch.Size(sizes).numel()].view(sizes).fill_(1.0)
+    tables = (torch.zeros(2, 2, dtype=torch.int64, device=DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE))
+    locations = torch.rand(2, 5, 2, 2, 4, 2, device=DEVICE)
+    weights = torch.rand(2, 5, 2, 2, 4, device=DEVICE).to(dtype)
+    call = prepare_call(value, tables, locations, None, weights, "BLNC", thin_levels)
+    assert launch.run_forward(call).isfinite().all()
