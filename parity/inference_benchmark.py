@@ -31,6 +31,8 @@ from parity.arms import ROOT, roughen_attention
 from parity.timing import Call, percentile
 
 CONTENDERS = ("eager", "compiled", "graph", "aoti")
+TRACED = ("compiled", "aoti")
+"""Contenders that a compiler makes of the detector."""
 MODELS = {
     "one_stage": ("model=deformable_detr",),
     "refine": ("model=deformable_detr_refine",),
@@ -77,7 +79,9 @@ class Meter(Protocol):
         """Returns how far memory rises above what was allocated before the call."""
 
 
-def build_detector(job: Job, overrides: Sequence[str], device: torch.device) -> tuple[InferenceModule, Tolerance]:
+def build_detector(
+    job: Job, overrides: Sequence[str], device: torch.device, traced: bool
+) -> tuple[InferenceModule, Tolerance]:
     """Builds a detector of a published size, with random weights unless `model.weights` is among the overrides.
 
     Random weights leave their initialisation in the attention, where all locations would lie on pixel centres.
@@ -86,6 +90,7 @@ def build_detector(job: Job, overrides: Sequence[str], device: torch.device) -> 
         job: model and precision; sets the process's switch for TF32.
         overrides: further ones, of `configs/export.yaml`.
         device: where it runs.
+        traced: whether a contender is compiled from it.
 
     Returns:
         The detector and the tolerance of its precision.
@@ -109,6 +114,7 @@ def build_detector(job: Job, overrides: Sequence[str], device: torch.device) -> 
         backend=config.op.backend,
         fused=config.op.fused,
         device=device,
+        traced=traced,
     )
     return module, Tolerance(**config.tolerance[precision.name])
 

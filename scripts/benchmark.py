@@ -29,7 +29,15 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from models.environment import cut_folders, describe_environment
-from parity.inference_benchmark import CONTENDERS, MODELS, CudaInferenceMeter, Job, build_detector, plot_dispatch
+from parity.inference_benchmark import (
+    CONTENDERS,
+    MODELS,
+    TRACED,
+    CudaInferenceMeter,
+    Job,
+    build_detector,
+    plot_dispatch,
+)
 from parity.inference_benchmark import format_row as format_inference
 from parity.inference_benchmark import measure_row as measure_inference
 from parity.peers import find_peers, fused_implementations, fused_reference, own_implementations
@@ -308,14 +316,14 @@ def run_variants(options: argparse.Namespace) -> None:
 
 
 def run_inference(options: argparse.Namespace) -> None:
-    """Times every contender on every detector and batch, each detector built once a batch."""
+    """Times every contender on every detector and batch, each beside an eager detector that is built as its own is."""
     meter = CudaInferenceMeter(options.repeats)
     rows: list[Row] = []
     content = describe_run() | {"rows": rows}
     for model, precision, batch in product(options.models, options.precisions, options.batches):
         job = Job(model, precision, options.size, batch)
-        detector, tolerance = build_detector(job, options.set, torch.device("cuda"))
         for name in options.contenders:
+            detector, tolerance = build_detector(job, options.set, torch.device("cuda"), traced=name in TRACED)
             rows.append(measure_inference(name, job, detector, tolerance, meter))
             print(format_inference(rows[-1]), flush=True)
             write_results(options.out, content)

@@ -18,6 +18,7 @@ class AotiFormat:
 
     name = "aoti"
     needs_equality = False
+    traces = True
 
     def __init__(self, *, device: str, inductor: dict[str, Any]) -> None:
         """Chooses where the programs run.

@@ -30,11 +30,13 @@ class Format(Protocol):
     Attributes:
         name: one of `models.export.artefact.PINNED_PACKAGES`.
         needs_equality: whether programs must equal the eager detector bit for bit.
+        traces: whether a compiler makes programs of the eager detector, instead of recording what it runs.
         settings: for the manifest, plain values.
     """
 
     name: str
     needs_equality: bool
+    traces: bool
     settings: dict[str, Any]
 
     @property
@@ -90,7 +92,9 @@ def export_detector(
     format.check(precision, backend)
     _clear(folder)
     allow_tf32(precision.allow_tf32)
-    module = build_module(source, precision=precision, backend=backend, fused=fused, device=format.device)
+    module = build_module(
+        source, precision=precision, backend=backend, fused=fused, device=format.device, traced=format.traces
+    )
     measurements = []
     for bucket, answers in format.write(source, module, buckets, batch_size, folder).items():
         expected = collect_answers(module, bucket, batch_size, format.device)

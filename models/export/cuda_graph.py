@@ -242,6 +242,7 @@ class CudaGraphFormat:
 
     name = "cuda_graph"
     needs_equality = True
+    traces = False
 
     def __init__(self, *, memory_cap_mib: float) -> None:
         """Sets the memory that all graphs may keep together."""

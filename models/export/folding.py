@@ -1,10 +1,15 @@
-"""Folds the batch norms of a network in evaluation mode into the convolutions before them, for good."""
+"""Batch norms of a network that will not train any more: folded into the convolutions before them, or made such as
+kernels take along."""
 
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torchvision.ops import FrozenBatchNorm2d
+
+from models.layers.frozen_norm import FoldedBatchNorm2d
+
+TrainedNorm = nn.BatchNorm2d | nn.SyncBatchNorm
 
 
 @torch.no_grad()
@@ -27,7 +32,7 @@ def fold_batch_norms(model: nn.Module) -> int:
     for parent in model.modules():
         children = list(parent.named_children())
         for (_, convolution), (name, norm) in pairwise(children):
-            if not (isinstance(convolution, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d | FrozenBatchNorm2d)):
+            if not (isinstance(convolution, nn.Conv2d) and isinstance(norm, TrainedNorm | FrozenBatchNorm2d)):
                 continue
             mean, variance = _statistics(norm)
             scale = (
@@ -42,7 +47,30 @@ def fold_batch_norms(model: nn.Module) -> int:
     return folded
 
 
-def _statistics(norm: nn.BatchNorm2d | FrozenBatchNorm2d) -> tuple[Tensor, Tensor]:
+def freeze_batch_norms(model: nn.Module) -> None:
+    """Replaces batch norms, in place, by frozen ones that `models.layers.residual_blocks.norm_relu` fuses.
+
+    Args:
+        model: a network in evaluation mode, on any device.
+
+    Raises:
+        ValueError: if a norm has no running statistics.
+    """
+    for parent in model.modules():
+        for name, norm in list(parent.named_children()):
+            if isinstance(norm, TrainedNorm):
+                mean, variance = _statistics(norm)
+                frozen = FoldedBatchNorm2d(norm.num_features, norm.eps)
+                frozen.fused = True
+                frozen.running_mean.copy_(mean)
+                frozen.running_var.copy_(variance)
+                if norm.affine:
+                    frozen.weight.copy_(norm.weight.detach())
+                    frozen.bias.copy_(norm.bias.detach())
+                setattr(parent, name, frozen)
+
+
+def _statistics(norm: TrainedNorm | FrozenBatchNorm2d) -> tuple[Tensor, Tensor]:
     mean, variance = norm.running_mean, norm.running_var
     if not (isinstance(mean, Tensor) and isinstance(variance, Tensor)):
         raise ValueError("norms must hold running statistics, got a batch norm without; train with track_running_stats")

@@ -25,6 +25,7 @@ class OnnxFormat:
 
     name = "onnx"
     needs_equality = False
+    traces = True
     device = torch.device("cpu")
 
     def __init__(self, *, opset: int) -> None:

@@ -67,9 +67,11 @@ class PaddingGuard:
             self._masks[size] = nn.functional.interpolate(self._masks[self._finest].float(), size=size).bool()
         return self._masks[size]
 
-    def _clear(self, layer: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _clear(self, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
+        """In place: nobody reads the padding, and a copy would lose the features' layout in memory."""
         padding = self.padding_at(arguments[0])
-        return None if padding is None else (arguments[0].masked_fill(padding, 0.0), *arguments[1:])
+        if padding is not None:
+            arguments[0].masked_fill_(padding, 0.0)
 
 
 def _embed_unpadded_boxes(

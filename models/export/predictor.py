@@ -132,7 +132,7 @@ def load_predictor(
     allow_tf32(precision.allow_tf32)
     recipe = source.recipe
     return Predictor(
-        build_module(source, precision=precision, backend=backend, fused=True, device=device),
+        build_module(source, precision=precision, backend=backend, fused=True, device=device, traced=False),
         recipe=recipe,
         buckets=buckets_for(recipe.size, recipe.max_size, size_divisor),
         batch_size=batch_size,
@@ -185,5 +185,6 @@ def _load_program(manifest: Manifest, folder: Path, device: torch.device) -> Pro
         backend=manifest.backend,
         fused=manifest.fused,
         device=device,
+        traced=False,
     )
     return GraphedDetector(module, buckets=manifest.buckets, batch_size=manifest.batch_size, **manifest.settings)

@@ -10,7 +10,7 @@ from hydra.utils import instantiate
 from torch import Tensor, nn
 
 from models.checkpoints import load_weights, read_checkpoint, read_weights
-from models.export.folding import fold_batch_norms
+from models.export.folding import fold_batch_norms, freeze_batch_norms
 from models.export.inference import InferenceModule, keep_half_weights
 from models.normalization import ImageNormalizer
 from models.weight_hash import hash_weights
@@ -169,9 +169,12 @@ def source_of(recipe: Recipe, path: str | Path) -> Source:
 
 
 def build_module(
-    source: Source, *, precision: Precision, backend: str, fused: bool, device: torch.device
+    source: Source, *, precision: Precision, backend: str, fused: bool, device: torch.device, traced: bool
 ) -> InferenceModule:
-    """Builds a detector for inference: norms folded, weights in the precision that they are used in.
+    """Builds a detector for inference, its weights in the precision that they are used in.
+
+    Convolutions apply the norms behind them, except where kernels do that do more: in programs that run as they stand,
+    on a GPU, and with a backbone that fuses frozen norms with what follows.
 
     Args:
         source: recipe and weights.
@@ -179,6 +182,7 @@ def build_module(
         backend: backend of the attention, one of `msda_op.BACKENDS`.
         fused: whether the op takes offsets and logits, see `models.layers.ms_deform_attn.MSDeformAttn`.
         device: where it runs.
+        traced: whether another program is made of it, by a compiler that fuses operations itself.
 
     Raises:
         ValueError: if the weights do not fit the recipe.
@@ -190,7 +194,11 @@ def build_module(
         model.load_state_dict(source.weights)
     except RuntimeError as error:
         raise ValueError(f"weights must fit the recipe of their detector, got others: {error}") from error
-    fold_batch_norms(model.eval())
+    model.eval()
+    if device.type == "cuda" and not traced and any(getattr(module, "fused_norm", False) for module in model.modules()):
+        freeze_batch_norms(model)
+    else:
+        fold_batch_norms(model)
     module = InferenceModule(
         model=model,
         normalizer=ImageNormalizer(mean=recipe.mean, std=recipe.std),

@@ -50,7 +50,7 @@ class FixedMeter:
 
 @pytest.fixture(scope="module")
 def detector() -> tuple[InferenceModule, Tolerance]:
-    return build_detector(JOB, SMALL, torch.device("cpu"))
+    return build_detector(JOB, SMALL, torch.device("cpu"), traced=False)
 
 
 def test_what_answers_as_eager_is_timed(detector: tuple[InferenceModule, Tolerance]) -> None:

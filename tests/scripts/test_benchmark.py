@@ -304,9 +304,9 @@ def test_inference_writes_a_row_for_every_model_precision_and_batch(
     small += [f"model.transformer.{key}=32" for key in ("d_model", "dim_feedforward", "num_queries")]
     small += ["backbone=resnet18", "op=reference", "data.eval_transform.size=64", "data.eval_transform.max_size=96"]
 
-    def build_small(job: Job, overrides: Sequence[str], device: torch.device) -> Any:
+    def build_small(job: Job, overrides: Sequence[str], device: torch.device, traced: bool) -> Any:
         assert device.type == "cuda"
-        return build_detector(job, [*small, *overrides], torch.device("cpu"))
+        return build_detector(job, [*small, *overrides], torch.device("cpu"), traced)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(benchmark, "read_gpu_state", lambda: None)

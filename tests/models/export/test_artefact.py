@@ -133,6 +133,7 @@ def test_weights_that_lie_channels_last_are_saved_and_answer_as_eager_does(sourc
         backend="reference",
         fused=True,
         device=CPU,
+        traced=False,
     )
     kernels = [dict(module.named_parameters())["model.backbone.0.body.conv1.weight"] for module in (loaded, eager)]
     assert kernels[0].stride() == kernels[1].stride()

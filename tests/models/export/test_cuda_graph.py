@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from models.export.buckets import pad_images
-from models.export.certificate import contrasting_inputs
+from models.export.certificate import Tolerance, compare_detections, contrasting_inputs
 from models.export.cuda_graph import CudaGraph, GraphedDetector
 from models.export.inference import keep_half_weights
 from models.export.recipe import Precision, build_module
+from models.layers.frozen_norm import FoldedBatchNorm2d
 from models.layers.level_tables import keeping_level_tables
 
 BUCKETS = ((64, 64), (64, 128), (128, 64))
@@ -43,10 +44,14 @@ class StuckRecording(Recording):
         return self._outputs
 
 
+def build(source, device="cpu", backend="reference", traced=False):
+    fp32 = Precision(torch.float32, False)
+    return build_module(source, precision=fp32, backend=backend, fused=True, device=torch.device(device), traced=traced)
+
+
 @pytest.fixture
 def module(source):
-    fp32 = Precision(torch.float32, False)
-    return build_module(source, precision=fp32, backend="reference", fused=True, device=torch.device("cpu"))
+    return build(source)
 
 
 def graphed(module, capture=Recording, cap=1000.0, batch_size=1):
@@ -197,8 +202,7 @@ def test_graph_equals_eager_bit_for_bit(any_model, as_module, precision, monkeyp
 @pytest.mark.gpu
 @pytest.mark.parametrize("change", [write_in_place, replace_data, replace_parameter])
 def test_a_weight_changed_after_capture_is_noticed(source, change):
-    fp32 = PRECISIONS["fp32"]
-    module = build_module(source, precision=fp32, backend="triton", fused=True, device=torch.device("cuda"))
+    module = build(source, "cuda", "triton")
     detector = graphed(module, capture=CudaGraph, cap=4096.0)
     inputs = inputs_of(64, 64)
     before = detector(*inputs)
@@ -210,9 +214,20 @@ def test_a_weight_changed_after_capture_is_noticed(source, change):
 
 
 @pytest.mark.gpu
+def test_norms_that_kernels_take_along_answer_as_folded_ones_do(source):
+    fused, folded = (build(source, "cuda", "triton", traced=traced) for traced in (False, True))
+    assert any(isinstance(layer, FoldedBatchNorm2d) and layer.fused for layer in fused.modules())
+    assert not any(isinstance(layer, FoldedBatchNorm2d) for layer in folded.modules())
+    for inputs in contrasting_inputs((64, 128), 2):
+        inputs = tuple(tensor.cuda() for tensor in inputs)
+        with torch.no_grad():
+            found = compare_detections(folded(*inputs), fused(*inputs))
+        assert found.within(Tolerance(score=1e-3, box_px=0.1, min_score=0.0)), found
+
+
+@pytest.mark.gpu
 def test_graphs_answer_from_host_memory_and_survive_each_other(source):
-    fp32 = PRECISIONS["fp32"]
-    module = build_module(source, precision=fp32, backend="triton", fused=True, device=torch.device("cuda"))
+    module = build(source, "cuda", "triton")
     detector = graphed(module, capture=CudaGraph, cap=4096.0)
     detector.capture_all()
     image = torch.randint(256, (3, 50, 60), dtype=torch.uint8)

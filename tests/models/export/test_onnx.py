@@ -59,7 +59,7 @@ def test_the_certificate_says_what_was_measured(artefact):
 
 
 def test_programs_answer_as_eager_does(artefact, source):
-    module = build_module(source, precision=FP32, backend="reference", fused=True, device=CPU)
+    module = build_module(source, precision=FP32, backend="reference", fused=True, device=CPU, traced=True)
     programs = onnx_export.load_programs(artefact[1], ((64, 64), (64, 128)), 2)
     for bucket, program in programs.items():
         assert measure(program, module, bucket, 2, CPU, 0.0).difference.within(TOLERANCE)

@@ -79,3 +79,17 @@ def test_convolutions_and_pooling_do_not_see_padding():
     with PaddingGuard(network).on(mask):
         actual = network(features.masked_fill(mask, torch.inf))
     torch.testing.assert_close(actual[:, :, :3, :5], expected)
+
+
+def test_features_keep_their_layout_in_memory():
+    """Convolutions would bring them into another one and back."""
+    network = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3)).to(memory_format=torch.channels_last)
+    given = []
+    network[1].register_forward_hook(lambda layer, arguments, output: given.append(arguments[0]))
+    features = torch.randn(2, 3, 8, 8).contiguous(memory_format=torch.channels_last)
+    mask = torch.zeros(2, 8, 8, dtype=torch.bool)
+    mask[:, 5:] = True
+    with torch.no_grad(), PaddingGuard(network).on(mask):
+        network(features)
+    assert given[0].is_contiguous(memory_format=torch.channels_last)
+    assert (given[0][:, :, 5:] == 0).all()

@@ -58,7 +58,7 @@ def test_a_file_cannot_name_code_to_run(checkpoint):
 
 
 def test_the_module_has_the_weights_and_no_norms_left(source):
-    module = build_module(source, precision=FP32, backend="reference", fused=True, device=CPU)
+    module = build_module(source, precision=FP32, backend="reference", fused=True, device=CPU, traced=True)
     assert isinstance(module, InferenceModule)
     assert not any(isinstance(layer, torch.nn.BatchNorm2d) for layer in module.modules())
     name = "transformer.encoder.layers.0.linear1.weight"
@@ -69,7 +69,7 @@ def test_weights_of_another_model_are_refused(source):
     weights = {key: tensor for key, tensor in source.weights.items() if not key.startswith("bbox_embed")}
     stripped = Source(source.recipe, weights, "")
     with pytest.raises(ValueError, match="must fit the recipe"):
-        build_module(stripped, precision=FP32, backend="reference", fused=True, device=CPU)
+        build_module(stripped, precision=FP32, backend="reference", fused=True, device=CPU, traced=True)
 
 
 @pytest.mark.parametrize(
