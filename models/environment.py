@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 
 PACKAGES = ("triton-detr", "torch", "torchvision", "triton", "lightning", "hydra-core", "pycocotools", "numpy", "scipy")
 _NEEDLESS = (
@@ -30,6 +31,8 @@ _TALKERS = (
     "lightning.pytorch.trainer.connectors.checkpoint_connector",
 )
 """Its loggers that they come from."""
+_LONGEST_NAME = 200
+"""Bytes; file systems take 255."""
 _ABSOLUTE_PATH = re.compile(r"""(?:^|(?<=[=:,\[({"']))/(?!/)[^,\])}"']*""")
 
 
@@ -115,6 +118,17 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
+def name_folder(overrides: str, number: int) -> str:
+    """Returns the folder of a job of a sweep: its overrides, or the beginning of many of them behind its number."""
+    encoded = overrides.encode()
+    if len(encoded) <= _LONGEST_NAME:
+        return overrides
+    return f"{number}_{encoded[:_LONGEST_NAME].decode(errors='ignore')}"
+
+
+OmegaConf.register_new_resolver("name_folder", name_folder, replace=True)  # for configs/train.yaml
+
+
 def allow_tf32(allowed: bool) -> None:
     """Lets float32 matrix products and convolutions use TF32, or forbids both.
 
@@ -132,5 +146,7 @@ def silence_dependencies() -> None:
     warnings.filterwarnings("ignore", message=r"You're resuming from a checkpoint that ended before")  # ours can
     warnings.filterwarnings("ignore", message=r"You requested to overfit but enabled train dataloader shuffling")
     warnings.filterwarnings("ignore", message=r"The dirpath has changed from")  # a resumed run has a folder of its own
+    # Lightning prepares DistributedDataParallel on a stream of its own.
+    warnings.filterwarnings("ignore", message=r"The AccumulateGrad node's stream does not match")
     for name in _TALKERS:
         logging.getLogger(name).addFilter(lambda record: not record.getMessage().startswith(_NEEDLESS))

@@ -1,5 +1,6 @@
 """AOTInductor: compiled programs that run without Python's view of the detector, kernels of the op inside."""
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from models.export.inference import InferenceModule, Outputs
 from models.export.programs import StaticProgram, choose_device, example_inputs, program_name
 from models.export.recipe import Precision, Source
 from models.export.trial import answer_apart
+
+_CPP_LIBRARY = "libstdc++.so.6"
 
 
 class AotiFormat:
@@ -37,7 +40,7 @@ class AotiFormat:
         """Refuses what the format cannot hold.
 
         Raises:
-            ValueError: if the op cannot be compiled for the device.
+            ValueError: if the op cannot be compiled for the device, or there is no C++ compiler.
         """
         if backend == "cuda" or (self.device.type == "cpu" and backend == "triton"):
             raise ValueError(
@@ -46,6 +49,7 @@ class AotiFormat:
             )
         if self.device.type == "cpu" and precision.dtype == torch.float16:
             raise ValueError("precision must be fp32 or bf16 on a CPU, got fp16; set another or export on a GPU")
+        find_compiler()
 
     def write(
         self, source: Source, module: InferenceModule, buckets: tuple[Size, ...], batch_size: int, folder: Path
@@ -72,12 +76,13 @@ class AotiFormat:
 
     def write_packages(self, module: InferenceModule, buckets: tuple[Size, ...], batch_size: int, folder: Path) -> None:
         """Writes a package for each bucket into a folder."""
+        options = link_options(find_compiler()) | self.settings["inductor"]
         for bucket in buckets:
             exported = torch.export.export(module, example_inputs(bucket, batch_size, self.device), strict=False)
             torch._inductor.aoti_compile_and_package(
                 exported,
                 package_path=str(folder / program_name(bucket, self.name)),
-                inductor_configs=self.settings["inductor"],
+                inductor_configs=options,
             )
 
     def _answer_apart(self, buckets: tuple[Size, ...], batch_size: int, folder: Path) -> dict[Size, list[Outputs]]:
@@ -87,6 +92,37 @@ class AotiFormat:
             )
             for bucket in buckets
         }
+
+
+def find_compiler() -> str:
+    """Returns Inductor's C++ compiler.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler  # takes a second, of which loading a package has no need
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise ValueError(
+            "a C++ compiler must be installed for AOTInductor, got none; install g++, or set the variable CXX"
+        ) from error
+
+
+def link_options(compiler: str) -> dict[str, Any]:
+    """Returns options of Inductor by which packages use the C++ library that PyTorch has loaded.
+
+    A compiler whose development files are incomplete links it statically. A program would then bring another copy into
+    the process and crash as soon as it uses a regular expression, which it does when it is loaded.
+
+    Args:
+        compiler: of the packages; one that has no such library by itself keeps its own way.
+    """
+    asked = [compiler, f"-print-file-name={_CPP_LIBRARY}"]
+    found = subprocess.run(asked, capture_output=True, text=True).stdout.strip()
+    return {"aot_inductor.custom_op_libs": [f":{_CPP_LIBRARY}"]} if Path(found).is_absolute() else {}
 
 
 def load_programs(folder: Path, buckets: tuple[Size, ...], batch_size: int) -> dict[Size, Program]:

@@ -189,7 +189,10 @@ def build_module(
     """
     recipe = source.recipe
     transformer = {**recipe.model["transformer"], "backend": backend, "fused": fused}
-    model = cast(nn.Module, instantiate({**recipe.model, "transformer": transformer}))
+    backbone = dict(recipe.model["backbone"])
+    if "channels_last" in backbone and device.type == "cuda" and precision.dtype != torch.float32:
+        backbone["channels_last"] = True  # as tensor cores want it, whatever the precision of the training
+    model = cast(nn.Module, instantiate({**recipe.model, "transformer": transformer, "backbone": backbone}))
     try:
         model.load_state_dict(source.weights)
     except RuntimeError as error:

@@ -15,6 +15,7 @@ from models.environment import (
     allow_tf32,
     cut_folders,
     describe_environment,
+    name_folder,
     relative_path,
     running_command,
     silence_dependencies,
@@ -102,6 +103,15 @@ def test_a_copy_of_the_sources_is_told_its_commit(monkeypatch):
     monkeypatch.delenv("TRITON_DETR_COMMIT")
     monkeypatch.setattr(subprocess, "run", no_git)
     assert source_commit() == {"commit": None, "dirty": None}
+
+
+def test_the_folder_of_a_job_is_short_enough_for_a_file_system():
+    assert name_folder("op=triton,precision=bf16", 3) == "op=triton,precision=bf16"
+    many = ",".join(f"data.batch_size={number}" for number in range(30))
+    first, second = (name_folder(many, number) for number in (0, 1))
+    assert first.startswith("0_data.batch_size=0,")
+    assert first != second
+    assert len(name_folder("é" * 200, 12).encode()) < 255
 
 
 def test_only_the_listed_messages_are_silenced(caplog):

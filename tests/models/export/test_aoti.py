@@ -1,14 +1,16 @@
 """Compiled packages: they answer as eager does, and run without this project's code."""
 
+import os
 import shutil
 import subprocess
 import sys
+import zipfile
 
 import pytest
 import torch
 from torch import nn
 
-from models.export.aoti import AotiFormat
+from models.export.aoti import AotiFormat, link_options
 from models.export.build import export_detector
 from models.export.certificate import Tolerance, contrasting_inputs, measure
 from models.export.inference import InferenceModule
@@ -58,9 +60,22 @@ class OneLayer(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
+def static_compiler(tmp_path_factory):
+    """A g++ that links the C++ library statically unless it is told otherwise, as incomplete installations do."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++, which AOTInductor compiles with")
+    folder = tmp_path_factory.mktemp("bin")
+    script = folder / "g++"
+    links = 'case " $* " in *" -shared "*) set -- "$@" -static-libstdc++;; esac'
+    script.write_text(f'#!/bin/sh\n{links}\nexec {shutil.which("g++")} "$@"\n')
+    script.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+        yield script
+
+
+@pytest.fixture(scope="module")
+def compiled(static_compiler, tmp_path_factory):
     torch.manual_seed(0)
     normalizer = ImageNormalizer(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
     module = InferenceModule(model=OneLayer(), normalizer=normalizer, top_k=5, dtype=torch.float32)
@@ -110,6 +125,26 @@ def test_another_process_gives_the_same_answers(compiled):
 def test_other_inputs_are_refused(compiled, change):
     with pytest.raises(ValueError, match="inputs must be"):
         compiled[1](*change(*contrasting_inputs(BUCKET, 1)[0]))
+
+
+def test_packages_share_the_cpp_library_of_the_process(compiled):
+    """Another copy inside crashes where it meets that of PyTorch."""
+    with zipfile.ZipFile(compiled[2]) as package:
+        (library,) = (package.read(name) for name in package.namelist() if name.endswith(".wrapper.so"))
+    assert b"libstdc++.so.6\0" in library
+
+
+def test_a_compiler_without_the_library_keeps_its_own_way(tmp_path):
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho libstdc++.so.6\n")
+    compiler.chmod(0o755)
+    assert link_options(str(compiler)) == {}
+
+
+def test_a_missing_compiler_is_refused():
+    nowhere = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
+    with nowhere, pytest.raises(ValueError, match="a C\\+\\+ compiler must be installed"):
+        AotiFormat(device="cpu", inductor={}).check(FP32, "reference")
 
 
 def test_what_cannot_be_compiled_is_refused():

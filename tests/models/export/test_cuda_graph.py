@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -215,6 +216,8 @@ def test_a_weight_changed_after_capture_is_noticed(source, change):
 
 @pytest.mark.gpu
 def test_norms_that_kernels_take_along_answer_as_folded_ones_do(source):
+    backbone = {**source.recipe.model["backbone"], "channels_last": True}
+    source = replace(source, recipe=replace(source.recipe, model={**source.recipe.model, "backbone": backbone}))
     fused, folded = (build(source, "cuda", "triton", traced=traced) for traced in (False, True))
     assert any(isinstance(layer, FoldedBatchNorm2d) and layer.fused for layer in fused.modules())
     assert not any(isinstance(layer, FoldedBatchNorm2d) for layer in folded.modules())
