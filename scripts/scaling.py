@@ -1,5 +1,8 @@
 """Measures what a second GPU brings: `python -m scripts.scaling --coco /path/to/coco`, on a machine with two or more.
 
+    python -m scripts.scaling --coco /path/to/coco                                          by CUDA graphs
+    python -m scripts.scaling --coco /path/to/coco --trainer ddp op=triton precision=bf16   without them
+
 Starts train.py twice, each time for a sweep of two jobs: several GPUs train on drawn images of 800x1333 with 4 images a
 GPU, and then on COCO, which they evaluate; one GPU trains on the same drawn images, and evaluates the checkpoint of the
 others. Images a second are compared, and all numbers of the detections. Each line is printed behind the seconds since
@@ -60,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--coco", type=Path, required=True, help="COCO, or a part of it, in COCO's layout")
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument(
-        "--trainer", default="ddp", help="of several GPUs; ddp_graphs, with cuda_graphs=true behind all options"
+        "--trainer", default="ddp_graphs", help="of several GPUs: ddp_graphs with cuda_graphs=true, ddp, or fsdp"
     )
     parser.add_argument(
         "--steps", type=int, default=50, help="steps of each timed training; the first ten do not count"
@@ -69,7 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--coco-images", type=int, default=32, help="images of COCO that are evaluated")
     parser.add_argument("--workers", type=int, default=6, help="loader processes of each GPU")
     parser.add_argument("--out", type=Path, default=Path("results/scaling.json"))
-    parser.add_argument("overrides", nargs="*", default=["op=triton", "precision=bf16"], help="of train.py")
+    parser.add_argument(
+        "overrides", nargs="*", default=["op=triton", "precision=bf16", "cuda_graphs=true"], help="of train.py"
+    )
     options = parser.parse_args(arguments)
     if torch.cuda.device_count() < options.gpus:
         parser.error(f"--gpus must be at most the machine's GPUs, got {options.gpus} of {torch.cuda.device_count()}")
@@ -97,7 +102,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         try:
             run(["--multirun", *common, *words, *options.overrides, *places])
         finally:
-            result = judge(folder, options.gpus)
+            settings = [f"trainer={options.trainer}", *options.overrides]
+            result = {"settings": settings, **judge(folder, options.gpus)}
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps({"environment": describe_environment(), **result}, indent=1) + "\n")
     return result

@@ -1,6 +1,7 @@
 """Trainings, from their summary.json, and what more GPUs bring to one, from `python -m scripts.scaling`."""
 
 import math
+import re
 import shlex
 from collections.abc import Sequence
 
@@ -16,7 +17,7 @@ TRAINING_SECTION = Section(
 SCALING_SECTION = Section(
     "Several GPUs",
     "Images per second of a training, and whether all find the same with a checkpoint as one does, to the bit.",
-    ("GPUs", "images/s of one", "images/s of all", "times one", "same detections"),
+    ("settings", "GPUs", "images/s of one", "images/s of all", "times one", "same detections"),
 )
 
 
@@ -46,7 +47,15 @@ def make_scaling_rows(content: Content) -> list[Cells]:
         return []
     rates = (f"{content[f'img_per_s_{gpus}']:.1f}" for gpus in ("one", "all"))
     same = "yes" if content["evaluation_equals_one_gpu"] else "**no**"
-    return [(str(content["gpus"]), *rates, f"{content['speed_up']:.2f} x", same)]
+    return [(_scaling_words(content), str(content["gpus"]), *rates, f"{content['speed_up']:.2f} x", same)]
+
+
+def make_scaling_front(files: Sequence[ResultsFile]) -> list[Cells]:
+    """Returns a row for the settings whose GPUs together train the most images a second."""
+    file = max(files, key=lambda each: float(each.content["img_per_s_all"]))
+    words, gpus, one, together, times, _ = make_scaling_rows(file.content)[0]
+    what = f"training on {gpus} GPUs, {words}"
+    return file.sign([(what, f"{together} images/s", f"one GPU {one} images/s ({times})")])
 
 
 def make_front(files: Sequence[ResultsFile]) -> list[Cells]:
@@ -84,6 +93,18 @@ def _words(content: Content) -> list[str]:
     return [word for word in words if not word.startswith(NOT_SAID)]
 
 
+def _scaling_words(content: Content) -> str:
+    """What was trained; of a file that does not say it, by its command, in which no trainer meant DDP."""
+    if "settings" in content:
+        return format_words(content["settings"])
+    command = content["environment"]["command"]
+    trainer = re.search(r"--trainer (\w+)", command)
+    overrides = [word for word in shlex.split(command) if re.fullmatch(r"[\w.]+=.*", word)]
+    return format_words(
+        [f"trainer={trainer[1] if trainer else 'ddp'}", *(overrides or ("op=triton", "precision=bf16"))]
+    )
+
+
 def _arm_word(content: Content, key: str) -> str:
     return next((word.removeprefix(key) for word in _words(content) if word.startswith(key)), "default")
 
@@ -113,4 +134,4 @@ def _format_peak(content: Content) -> str:
 
 
 TRAINING = Kind(TRAINING_SECTION, make_rows, make_front)
-SCALING = Kind(SCALING_SECTION, make_scaling_rows)
+SCALING = Kind(SCALING_SECTION, make_scaling_rows, make_scaling_front)

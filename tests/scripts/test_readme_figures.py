@@ -96,6 +96,7 @@ FILES = {
     ],
     "scaling.json": {
         "environment": ENVIRONMENT,
+        "settings": ["trainer=ddp", "precision=bf16"],
         "gpus": 2,
         "img_per_s_one": 40.0,
         "img_per_s_all": 77.36,
@@ -148,6 +149,8 @@ ROWS = [
     "| AP by heart, `experiment=overfit` | 91.0 in 1.0 min and 2.0 GiB, bf16 | "
     "PyTorch `grid_sample` 92.0 in 3.0 min and 2.0 GiB, fp32 | @a.json@, @b.json@ |",
     "| AP50 on other images than trained on, `a=b` | 45.6 in 1.6 min and 2.0 GiB |  | @run.json@ |",
+    "| training on 2 GPUs, `trainer=ddp precision=bf16` | 77.4 images/s | one GPU 40.0 images/s (1.93 x) "
+    "| @scaling.json@ |",
     "| encoder, batch 4, bf16 | 0.250 + 0.500 | "
     "ours, deterministic 0.250 + 0.800 (1.4 x); theirs 1.50 + 4.00 (7.3 x); "
     "original CUDA op 1.50 + 3.00 (6 x); none refused | @op.json@ |",
@@ -174,7 +177,7 @@ ROWS = [
     "2.0 GiB | @b.json@ |",
     "| `a=b` | the 32 images trained on |  |  | 70 | 1.6 min | 3.0 |  | @by_heart.json@ |",
     "| `a=b` | other images | 12.3 | 45.6 | 70 | 1.6 min | 3.0 | 2.0 GiB | @run.json@ |",
-    "| 2 | 40.0 | 77.4 | 1.93 x | **no** | @scaling.json@ |",
+    "| `trainer=ddp precision=bf16` | 2 | 40.0 | 77.4 | 1.93 x | **no** | @scaling.json@ |",
 ]
 ROWS = [re.sub("@([^@]*)@", r"[0123456](results/\1)", row) for row in ROWS]
 
@@ -204,7 +207,7 @@ def test_every_kind_of_file_makes_its_rows(results, capsys):
 def test_one_op_alone_is_no_pair_and_files_without_a_front_row_are_folded(results):
     (results / "b.json").unlink()
     (results / "run.json").unlink()
-    for name in ("op", "step", "step_switches", "data", "inference", "parity/results", "parity/speed"):
+    for name in ("op", "step", "step_switches", "data", "inference", "parity/results", "parity/speed", "scaling"):
         (results / f"{name}.json").unlink()
     tables = make_tables(results)
     assert tables.startswith("<details>")

@@ -27,6 +27,7 @@ SOON = {"cpp.vec_isa_ok": False, "aot_inductor.compile_wrapper_opt_level": "O0"}
 """Options for a GPU that spare trials of the CPU's vector instructions, and optimisation of what launches kernels."""
 STRANGER = """
 import sys, torch
+torch.backends.cudnn.allow_tf32 = False
 program = torch._inductor.aoti_load_package(sys.argv[1])
 saved = torch.load(sys.argv[2])
 answers = program(*saved["inputs"])

@@ -3,7 +3,7 @@
 import pytest
 
 from scripts.figures.tables import ResultsFile
-from scripts.figures.trainings import TRAINING
+from scripts.figures.trainings import SCALING, TRAINING
 
 HEART = {"train_json": "v.json", "train_images": "v", "val_json": "v.json", "val_images": "v", "limit_val": 32}
 
@@ -48,3 +48,34 @@ def test_a_training_told_by_other_images_stands_alone():
         "",
     )
     assert TRAINING.front([training("triton", data=HEART | {"val_json": "w.json"})]) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"settings": ["trainer=ddp_graphs", "cuda_graphs=true"]}, "`trainer=ddp_graphs cuda_graphs=true`"),
+        ({"command": "python -m scripts.scaling --coco /data/a=b"}, "`trainer=ddp op=triton precision=bf16`"),
+        ({"command": "python -m scripts.scaling --coco /x --trainer fsdp compile=true"}, "`trainer=fsdp compile=true`"),
+    ],
+)
+def test_several_gpus_are_told_with_what_they_trained(content, words):
+    rates = {"gpus": 2, "img_per_s_one": 10.0, "img_per_s_all": 19.0, "speed_up": 1.9}
+    environment = {"environment": {"command": content.pop("command", "")}}
+    (row,) = SCALING.rows({**environment, **rates, **content, "evaluation_equals_one_gpu": True})
+    assert row == (words, "2", "10.0", "19.0", "1.90 x", "yes")
+
+
+def test_the_fastest_of_several_gpus_stand_in_front():
+    def measured(name, rate):
+        rates = {"gpus": 2, "img_per_s_one": 10.0, "img_per_s_all": rate, "speed_up": rate / 10}
+        content = {"settings": [f"trainer={name}"], **rates, "evaluation_equals_one_gpu": True}
+        return ResultsFile({"environment": {"gpus": ["X1"], "commit": "1111111"}, **content}, f"{name}.json")
+
+    (cells,) = SCALING.front([measured("ddp", 18.0), measured("ddp_graphs", 19.0)])
+    assert cells == (
+        "training on 2 GPUs, `trainer=ddp_graphs`",
+        "19.0 images/s",
+        "one GPU 10.0 images/s (1.90 x)",
+        "X1",
+        "[1111111](ddp_graphs.json)",
+    )
