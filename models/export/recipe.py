@@ -9,6 +9,7 @@ import torch
 from hydra.utils import instantiate
 from torch import Tensor, nn
 
+from models.backbone import ResNetBackbone
 from models.checkpoints import load_weights, read_checkpoint, read_weights
 from models.export.folding import fold_batch_norms, freeze_batch_norms
 from models.export.inference import InferenceModule, keep_half_weights
@@ -198,7 +199,8 @@ def build_module(
     except RuntimeError as error:
         raise ValueError(f"weights must fit the recipe of their detector, got others: {error}") from error
     model.eval()
-    if device.type == "cuda" and not traced and any(getattr(module, "fused_norm", False) for module in model.modules()):
+    fuses = any(isinstance(module, ResNetBackbone) and module.fused_norm for module in model.modules())
+    if fuses and device.type == "cuda" and not traced:
         freeze_batch_norms(model)
     else:
         fold_batch_norms(model)
