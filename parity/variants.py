@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.layers.fused_norm import backward_launch
 from msda_op.reference import ms_deform_attn_reference
 from parity.cases import OpInputs
 from parity.comparisons import evaluate
@@ -16,6 +17,8 @@ from parity.sweep import plain_launches, start_launch, sweep_launch
 from parity.timing import Stopwatch, measure_device_time, measure_wall_time
 
 Row = dict[str, Any]
+_EPS = 1e-5
+"""Of a LayerNorm's variance, PyTorch's default."""
 
 
 def coalescing_and_unrolling(device: torch.device, dtype: torch.dtype, stopwatch: Stopwatch, repeats: int) -> list[Row]:
@@ -76,6 +79,44 @@ def backward_shapes(inputs: OpInputs, stopwatch: Stopwatch, repeats: int) -> lis
         {"group": "backward shapes", "variant": f"{row.pop('block_q')} queries, {row.pop('num_warps')} warps", **row}
         for row in rows
     ]
+
+
+def norm_gradients(grad_output: Tensor, stopwatch: Stopwatch, repeats: int) -> list[Row]:
+    """Times the backward pass of residual and LayerNorm with both ways to add up the parameters' gradients.
+
+    The error is relative, in the mean over weight and bias, against float64; `repeatable` says whether five runs gave
+    the same bits.
+
+    Args:
+        grad_output: `[rows, C]`; the norm's inputs are drawn in its dtype.
+        stopwatch: of its device.
+        repeats: of each.
+    """
+    generator = torch.Generator(grad_output.device).manual_seed(0)
+    drawn = [torch.randn(grad_output.shape, generator=generator, device=grad_output.device) for _ in range(2)]
+    residual, branch = (tensor.to(grad_output.dtype) for tensor in drawn)
+    weight = torch.ones(grad_output.shape[1], device=grad_output.device)
+    summed = residual.double() + branch.double()
+    mean, deviation = summed.mean(1), (summed.var(1, correction=0) + _EPS).sqrt()
+    normalised = (summed - mean[:, None]) / deviation[:, None]
+    expected = torch.stack(((grad_output.double() * normalised).sum(0), grad_output.double().sum(0)))
+    statistics = (mean.float(), deviation.reciprocal().float())
+
+    def add_up(atomic: bool) -> Tensor:
+        launch = backward_launch(grad_output, residual, branch, weight, None, *statistics, 0.0, atomic)
+        launch.run(residual)
+        sums: Tensor = launch.arguments["sums"]
+        return sums[0] if atomic else sums.sum(0)
+
+    result = []
+    for name, atomic in (("a partial sum a program, added up by another kernel", False), ("atomics", True)):
+        first = add_up(atomic)
+        row: Row = {"group": "norm gradients", "variant": name, "shipped": not atomic}
+        row["relative_error"] = ((first.double() - expected).abs().mean() / expected.abs().mean()).item()
+        row["repeatable"] = all(torch.equal(first, add_up(atomic)) for _ in range(4))
+        time = measure_device_time(partial(add_up, atomic), stopwatch, repeats)
+        result.append(row | asdict(time.ms))
+    return result
 
 
 def timing_pitfalls(call: Callable[[], Any], stopwatch: Stopwatch, repeats: int) -> list[Row]:

@@ -295,7 +295,13 @@ def run_sweep(options: argparse.Namespace) -> None:
 
 def run_variants(options: argparse.Namespace) -> None:
     """Times the instructive variants."""
-    from parity.variants import backward_shapes, coalescing_and_unrolling, half_atomics, timing_pitfalls
+    from parity.variants import (
+        backward_shapes,
+        coalescing_and_unrolling,
+        half_atomics,
+        norm_gradients,
+        timing_pitfalls,
+    )
 
     stopwatch, repeats = CudaStopwatch(), options.repeats
     content = describe_run() | {"rows": []}
@@ -306,6 +312,7 @@ def run_variants(options: argparse.Namespace) -> None:
             *coalescing_and_unrolling(inputs.value.device, inputs.value.dtype, stopwatch, repeats),
             *half_atomics(inputs, stopwatch, repeats),
             *backward_shapes(inputs, stopwatch, repeats),
+            *norm_gradients(inputs.grad_output.flatten(0, 1), stopwatch, repeats),
             *timing_pitfalls(partial(own_implementations()[0].op, *tensors), stopwatch, repeats),
         ]
         name = {"preset": workload.preset.name, "batch": workload.batch, "dtype": workload.dtype_name}

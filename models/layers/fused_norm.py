@@ -101,11 +101,44 @@ def _run_backward(
     probability: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of residual and branch, and those of weight and bias as one `[2, C]` in their dtype."""
+    launch = backward_launch(grad_output, residual, branch, weight, seed, mean, inverse_deviation, probability)
+    launch.run(residual)
+    written = launch.arguments
+    return written["grad_residual"], written["grad_branch"], written["sums"].sum(0).to(weight.dtype)
+
+
+def backward_launch(
+    grad_output: Tensor,
+    residual: Tensor,
+    branch: Tensor,
+    weight: Tensor,
+    seed: Tensor | None,
+    mean: Tensor,
+    inverse_deviation: Tensor,
+    probability: float,
+    atomic: bool = False,
+) -> Launch:
+    """Returns the launch that fills its arguments `grad_residual`, `grad_branch` and `sums`.
+
+    Args:
+        grad_output: of the output.
+        residual: of the forward pass, as all that follow.
+        branch: see there.
+        weight: see there.
+        seed: see there.
+        mean: float32 `[rows]`.
+        inverse_deviation: float32 `[rows]`.
+        probability: see there.
+        atomic: whether programs add to the same sums, which are zeros at the start, in no fixed order.
+
+    Notes:
+        The sums are float32 `[n, 2, C]`, to be added up over n programs, for weight and bias; with atomics n is 1.
+    """
     grad_output, residual, branch = (tensor.contiguous() for tensor in (grad_output, residual, branch))
     grad_residual, grad_branch = torch.empty_like(residual), torch.empty_like(branch)
     sizes = _sizes(residual, seed, probability)
     num_programs = max(1, min(_MAX_PROGRAMS, triton.cdiv(sizes["num_rows"], sizes["BLOCK_R"])))
-    partial_sums = weight.new_empty((num_programs, 2, residual.shape[-1]), dtype=torch.float32)
+    allocate = weight.new_zeros if atomic else weight.new_empty
     arguments = {
         "grad_output": grad_output,
         "residual": residual,
@@ -116,11 +149,11 @@ def _run_backward(
         "inverse_deviation": inverse_deviation,
         "grad_residual": grad_residual,
         "grad_branch": grad_branch,
-        "partial_sums": partial_sums,
+        "sums": allocate((1 if atomic else num_programs, 2, residual.shape[-1]), dtype=torch.float32),
+        "ATOMIC": atomic,
         **sizes,
     }
-    Launch(backward_kernel, num_programs, arguments, _NUM_WARPS).run(residual)
-    return grad_residual, grad_branch, partial_sums.sum(0).to(weight.dtype)
+    return Launch(backward_kernel, num_programs, arguments, _NUM_WARPS)
 
 
 def _sizes(residual: Tensor, seed: Tensor | None, probability: float) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Kernels of dropout + residual + LayerNorm.
 
 R rows of C channels. A program takes blocks of BLOCK_R rows with all their channels; all arithmetic is float32. Nothing
-is atomic: the backward kernel leaves the parameters' gradients as one partial sum a program.
+is atomic: the backward kernel leaves the parameters' gradients as one partial sum a program. (Asked for it, with
+ATOMIC, it adds them up itself, in no fixed order: what that is worth `scripts.benchmark variants` measures.)
 
 The dropped channels are a function of seed, row and channel (Philox), so that the backward kernel finds them again.
 """
@@ -97,16 +98,19 @@ def backward_kernel(
     inverse_deviation,
     grad_residual,
     grad_branch,
-    partial_sums,
+    sums,
     num_rows,
     num_channels,
     probability,
     scale,
     DROPS: tl.constexpr,
+    ATOMIC: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Writes both inputs' gradients of every n-th block of rows, n programs; and [2, C] sums for weight and bias.
+    """Writes both inputs' gradients of every n-th block of rows, n programs; and [n, 2, C] sums for weight and bias.
+
+    ATOMIC adds to [2, C] sums that all programs share.
 
     With x the normalised row, g = weight * grad_output and r the inverse deviation: grad_sum = r (g - mean(g) - x
     mean(g x)), grad_weight = sum of grad_output x, grad_bias = sum of grad_output.
@@ -136,6 +140,10 @@ def backward_kernel(
         if DROPS:
             grad_sum = tl.where(keep, grad_sum * scale, 0.0)
         tl.store(grad_branch + places, grad_sum.to(grad_branch.dtype.element_ty), mask=mask)
-    mine = partial_sums + program * 2 * num_channels
-    tl.store(mine + columns, grad_weight, mask=inside)
-    tl.store(mine + num_channels + columns, grad_bias, mask=inside)
+    if ATOMIC:
+        tl.atomic_add(sums + columns, grad_weight, mask=inside, sem="relaxed")
+        tl.atomic_add(sums + num_channels + columns, grad_bias, mask=inside, sem="relaxed")
+    else:
+        mine = sums + program * 2 * num_channels
+        tl.store(mine + columns, grad_weight, mask=inside)
+        tl.store(mine + num_channels + columns, grad_bias, mask=inside)
