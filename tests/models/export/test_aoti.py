@@ -27,9 +27,9 @@ SOON = {"cpp.vec_isa_ok": False, "aot_inductor.compile_wrapper_opt_level": "O0"}
 """Options for a GPU that spare trials of the CPU's vector instructions, and optimisation of what launches kernels."""
 STRANGER = """
 import sys, torch
-torch.backends.cudnn.allow_tf32 = False
 program = torch._inductor.aoti_load_package(sys.argv[1])
 saved = torch.load(sys.argv[2])
+torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = saved["allow_tf32"]
 answers = program(*saved["inputs"])
 for expected, actual in zip(saved["expected"], answers, strict=True):
     torch.testing.assert_close(actual.cpu(), expected.cpu(), rtol=1e-3, atol=float(sys.argv[3]))
@@ -86,7 +86,8 @@ def compiled(static_compiler, tmp_path_factory):
 
 
 def run_without_this_project(package, inputs, expected, folder, tolerance):
-    torch.save({"inputs": inputs, "expected": expected}, folder / "saved.pt")
+    allow_tf32 = torch.backends.cuda.matmul.allow_tf32  # a switch of the process, not of the package
+    torch.save({"inputs": inputs, "expected": expected, "allow_tf32": allow_tf32}, folder / "saved.pt")
     command = [sys.executable, "-I", "-c", STRANGER, str(package), str(folder / "saved.pt"), str(tolerance)]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
