@@ -114,8 +114,8 @@ def find_compiler() -> str:
 def link_options(compiler: str) -> dict[str, Any]:
     """Returns options of Inductor by which packages use the C++ library that PyTorch has loaded.
 
-    A compiler whose development files are incomplete links it statically. A program would then bring another copy into
-    the process and crash as soon as it uses a regular expression, which it does when it is loaded.
+    Some compilers link it statically. A program would then bring another copy into the process and crash as soon as it
+    uses a regular expression, which it does when it is loaded.
 
     Args:
         compiler: of the packages; one that has no such library by itself keeps its own way.

@@ -62,7 +62,7 @@ class OneLayer(nn.Module):
 
 @pytest.fixture(scope="module")
 def static_compiler(tmp_path_factory):
-    """A g++ that links the C++ library statically unless it is told otherwise, as incomplete installations do."""
+    """A g++ that links the C++ library statically unless it is told otherwise."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++, which AOTInductor compiles with")
     folder = tmp_path_factory.mktemp("bin")
