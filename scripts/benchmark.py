@@ -323,15 +323,21 @@ def run_variants(options: argparse.Namespace) -> None:
 
 
 def run_inference(options: argparse.Namespace) -> None:
-    """Times every contender on every detector and batch, each beside an eager detector that is built as its own is."""
+    """Times every contender on every detector and batch, beside an eager detector that is built as its own is.
+
+    Two are built for a batch: for contenders that are compiled, and for others.
+    """
     meter = CudaInferenceMeter(options.repeats)
     rows: list[Row] = []
     content = describe_run() | {"rows": rows}
     for model, precision, batch in product(options.models, options.precisions, options.batches):
         job = Job(model, precision, options.size, batch)
+        detectors = {
+            traced: build_detector(job, options.set, torch.device("cuda"), traced)
+            for traced in {name in TRACED for name in options.contenders}
+        }
         for name in options.contenders:
-            detector, tolerance = build_detector(job, options.set, torch.device("cuda"), traced=name in TRACED)
-            rows.append(measure_inference(name, job, detector, tolerance, meter))
+            rows.append(measure_inference(name, job, *detectors[name in TRACED], meter))
             print(format_inference(rows[-1]), flush=True)
             write_results(options.out, content)
     if options.plot is not None:
