@@ -120,9 +120,13 @@ def link_options(compiler: str) -> dict[str, Any]:
     Args:
         compiler: of the packages; one that has no such library by itself keeps its own way.
     """
-    asked = [compiler, f"-print-file-name={_CPP_LIBRARY}"]
-    found = subprocess.run(asked, capture_output=True, text=True).stdout.strip()
-    return {"aot_inductor.custom_op_libs": [f":{_CPP_LIBRARY}"]} if Path(found).is_absolute() else {}
+    return {"aot_inductor.custom_op_libs": [f":{_CPP_LIBRARY}"]} if has_library(compiler, _CPP_LIBRARY) else {}
+
+
+def has_library(compiler: str, name: str) -> bool:
+    """Whether a compiler finds a library, by its file name, where it looks by itself."""
+    asked = [compiler, f"-print-file-name={name}"]
+    return Path(subprocess.run(asked, capture_output=True, text=True).stdout.strip()).is_absolute()
 
 
 def load_programs(folder: Path, buckets: tuple[Size, ...], batch_size: int) -> dict[Size, Program]:

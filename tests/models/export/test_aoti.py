@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.export.aoti import AotiFormat, link_options
+from models.export.aoti import AotiFormat, has_library, link_options
 from models.export.build import export_detector
 from models.export.certificate import Tolerance, contrasting_inputs, measure
 from models.export.inference import InferenceModule
@@ -62,9 +62,12 @@ class OneLayer(nn.Module):
 
 @pytest.fixture(scope="module")
 def static_compiler(tmp_path_factory):
-    """A g++ that links the C++ library statically unless it is told otherwise."""
+    """Has g++ link the C++ library statically unless it is told otherwise, where it has one to link."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++, which AOTInductor compiles with")
+    if not has_library("g++", "libstdc++.a"):
+        yield
+        return
     folder = tmp_path_factory.mktemp("bin")
     script = folder / "g++"
     links = 'case " $* " in *" -shared "*) set -- "$@" -static-libstdc++;; esac'
@@ -72,7 +75,7 @@ def static_compiler(tmp_path_factory):
     script.chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-        yield script
+        yield
 
 
 @pytest.fixture(scope="module")
