@@ -43,6 +43,7 @@ def ask_twice(agreement: StopAgreement) -> None:
 
 def lose(rank: int, folder: Path) -> None:
     agreement = StopAgreement()
+    assert agreement.is_shared
     agreement.ask(0)
     if rank == 0:
         with pytest.raises(RuntimeError) as caught:
