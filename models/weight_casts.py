@@ -99,8 +99,8 @@ def cast_together(
         dtype: dtype of the results.
 
     Returns:
-        The joined groups, and the single tensors, which keep their strides. Both are differentiable; gradients come
-        back in the dtypes of the tensors.
+        The joined groups, and the single tensors, which keep their strides. Both are differentiable where a tensor is;
+        gradients come back in the dtypes of the tensors.
     """
     joined = tuple(len(group) for group in groups)
     results = _CastTogether.apply(dtype, joined, *(tensor for group in groups for tensor in group), *tensors)
@@ -122,7 +122,12 @@ class _CastTogether(Function):
         parts = [part for result, rows in zip(results, ctx.rows, strict=True) for part in result.split(rows)]
         copies = [torch.empty_like(tensor, dtype=dtype) for tensor in singles]
         torch._foreach_copy_(parts + copies, list(tensors))
-        return (*results, *copies)
+        # One gradient among many would have all of them required: of frozen layers, and of everything before them.
+        sources = [*groups, *([tensor] for tensor in singles)]
+        casts = (*results, *copies)
+        needed = [any(tensor.requires_grad for tensor in group) for group in sources]
+        ctx.mark_non_differentiable(*(cast for cast, need in zip(casts, needed, strict=True) if not need))
+        return casts
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:

@@ -48,7 +48,11 @@ def folding_norms(root: nn.Module) -> Iterator[None]:
         return
     scales, shifts = scales_and_shifts([norm for _, norm in pairs])
     weights = [convolution.weight for convolution, _ in pairs]
-    folded = torch._foreach_mul(weights, [scale.view(-1, 1, 1, 1) for scale in scales])
+    products = torch._foreach_mul(weights, [scale.view(-1, 1, 1, 1) for scale in scales])
+    # All products are differentiable where one is: frozen stages would get a backward pass for nothing.
+    folded = [
+        product if weight.requires_grad else product.detach() for product, weight in zip(products, weights, strict=True)
+    ]
     places = [Place(convolution, name) for name in ("weight", "bias") for convolution, _ in pairs]
     for _, norm in pairs:
         norm.folded = True

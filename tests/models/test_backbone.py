@@ -131,6 +131,21 @@ def test_frozen_norms_await_weights_with_a_frozen_stem() -> None:
     assert trainable(build(norm="frozen")) == {"layer2", "layer3", "layer4"}
 
 
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("fold_norms", [True, False])
+def test_frozen_stages_have_no_backward_pass(fold_norms: bool, autocast: bool) -> None:
+    backbone = build(norm="frozen", fold_norms=fold_norms).to(DEVICE)
+    differentiable = {}
+    for name, stage in backbone.body.named_children():
+        stage.register_forward_hook(
+            lambda module, inputs, output, name=name: differentiable.update({name: output[0].requires_grad})
+        )
+    with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=autocast):
+        backbone(torch.rand(1, 3, 64, 64, device=DEVICE))
+    trained = {name for name, needed in differentiable.items() if needed}
+    assert trained == {"layer2", "layer3", "layer4"}
+
+
 def test_weights_by_path_are_loaded(torchvision_weights: Path) -> None:
     backbone = build(weights=str(torchvision_weights), norm="frozen")
     expected = torch.load(torchvision_weights, weights_only=True)

@@ -85,6 +85,18 @@ def test_results_that_nobody_uses_have_no_gradient() -> None:
     assert unused.grad is None
 
 
+def test_what_is_frozen_has_no_backward_pass() -> None:
+    trained, frozen = torch.randn(3, requires_grad=True), torch.randn(3)
+    _, (cast_trained, cast_frozen) = cast_together([], [trained, frozen], torch.bfloat16)
+    assert cast_trained.requires_grad
+    assert not cast_frozen.requires_grad
+    model = build()
+    model[0].requires_grad_(False)
+    with torch.autocast("cpu", dtype=torch.bfloat16), casting_weights(model):
+        assert not model[:3](torch.randn(2, 3, 6, 6)).requires_grad
+        assert model(torch.randn(2, 3, 6, 6)).requires_grad
+
+
 def test_strides_are_kept() -> None:
     kernel = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
     _, (cast,) = cast_together([], [kernel], torch.bfloat16)
