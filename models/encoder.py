@@ -4,8 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models.layers.feed_forward import relu_dropout
-from models.layers.linear import Linear
+from models.layers.linear import Linear, linear_relu_dropout
 from models.layers.ms_deform_attn import MSDeformAttn
 from models.layers.residual_norm import ResidualNorm
 from models.structures import FeatureLevels
@@ -59,7 +58,7 @@ class DeformableEncoderLayer(nn.Module):
             features + levels.positions, reference_points, features, geometry.spatial_shapes, geometry.padding_mask
         )
         features = self.norm1(features, attended, features.dtype)
-        transformed = self.linear2(relu_dropout(self.linear1(features), self.dropout, self.training))
+        transformed = self.linear2(linear_relu_dropout(self.linear1, features, self.dropout, self.training))
         return self.norm2(features, transformed, features.dtype)
 
 

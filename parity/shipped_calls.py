@@ -15,7 +15,8 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from models.layers.fused_frozen_norm import frozen_norm_relu, frozen_norm_residual_relu
 from models.layers.fused_norm import residual_norm
-from models.layers.row_sum import sum_rows
+from models.layers.in_place import apply_relu_dropout, clear_rows
+from models.layers.row_sum import sum_passed_rows, sum_rows
 from msda_op.options import DEFAULT_OPTIONS, Options
 from msda_op.triton import launch
 from msda_op.triton.launch import Inputs, Needs, Targets
@@ -83,9 +84,7 @@ def shipped_calls() -> list[ShippedCall]:
     calls += _hopper_calls()
     calls += _norm_calls()
     calls += _frozen_norm_calls()
-    for dtype_name, dtype in DTYPES.items():
-        rows = _empty(_BATCH * PRESETS["encoder"].num_queries, 256, dtype=dtype)
-        calls.append(ShippedCall(f"row sum {dtype_name}", 256, True, partial(sum_rows, rows)))
+    calls += _linear_calls()
     return calls
 
 
@@ -167,6 +166,23 @@ def _run_norm(residual: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, se
     probability = 0.0 if seed is None else 0.1
     output = residual_norm(residual, branch, weight, bias, seed, probability, 1e-5, residual.dtype)
     torch.autograd.grad(output, (residual, branch, weight, bias), torch.empty_like(output))
+
+
+def _linear_calls() -> Iterator[ShippedCall]:
+    """Yields what follows a linear layer of many rows in place, and sums of its gradient's rows."""
+    num_rows, width = _BATCH * PRESETS["encoder"].num_queries, 1024
+    padding_mask, seed = _empty(num_rows, dtype=torch.bool), _empty(1, dtype=torch.int64)
+    for dtype_name, dtype in DTYPES.items():
+        rows = _empty(num_rows, width, dtype=dtype)
+        runs = {
+            "row sum": partial(sum_rows, rows),
+            "row sum without padding": partial(sum_passed_rows, rows, padding_mask, None, 1.0),
+            "row sum of what was activated": partial(sum_passed_rows, rows, None, rows, 1.25),
+            "cleared rows": partial(clear_rows, rows, padding_mask),
+            "relu and dropout": partial(apply_relu_dropout, rows, seed, 6554, 1.25),
+        }
+        for words, run in runs.items():
+            yield ShippedCall(f"{words} {dtype_name}", width, True, run)
 
 
 def _frozen_norm_calls() -> Iterator[ShippedCall]:

@@ -14,13 +14,18 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from models.layers.dropout_kernels import MIN_COLUMNS, round_probability
 from models.layers.fused_norm_kernels import backward_kernel, forward_kernel
+from models.layers.row_sum import add_partial_sums
 from msda_op.triton.kernel_launch import Launch
 
-# Elements of a block of rows, 16 a lane; and programs that share the rows in the backward pass.
+# Elements of a block of rows, 8 a lane.
 _BLOCK_ELEMENTS = 2048
-_NUM_WARPS = 4
-_MAX_PROGRAMS = 512
+_NUM_WARPS = 8
+_BACKWARD_BLOCK_ELEMENTS = 1024
+_BACKWARD_NUM_WARPS = 4
+# Programs that share the rows in the backward pass, four of each multiprocessor of a large GPU.
+_MAX_PROGRAMS = 528
 
 
 def residual_norm(
@@ -43,7 +48,7 @@ def residual_norm(
         weight: `[C]`.
         bias: `[C]`.
         seed: int64 `[1]` on the device, what the dropped channels are drawn from; None drops nothing.
-        probability: of dropping a channel of the branch, in 0..1 without 1.
+        probability: of dropping a channel of the branch, in 0..1 without 1; see `round_probability`.
         eps: added to the variance.
         dtype: dtype of the output.
 
@@ -73,7 +78,7 @@ def _run_forward(
     output = torch.empty_like(residual, dtype=dtype)
     mean, inverse_deviation = (residual.new_empty(num_rows, dtype=torch.float32) for _ in range(2))
     if num_rows > 0:
-        sizes = _sizes(residual, seed, probability)
+        sizes = _sizes(residual, seed, probability, _BLOCK_ELEMENTS)
         arguments = {
             "residual": residual,
             "branch": branch,
@@ -104,7 +109,8 @@ def _run_backward(
     launch = backward_launch(grad_output, residual, branch, weight, seed, mean, inverse_deviation, probability)
     launch.run(residual)
     written = launch.arguments
-    return written["grad_residual"], written["grad_branch"], written["sums"].sum(0).to(weight.dtype)
+    grad_parameters = add_partial_sums(written["sums"].flatten(1), weight).unflatten(0, (2, -1))
+    return written["grad_residual"], written["grad_branch"], grad_parameters
 
 
 def backward_launch(
@@ -136,7 +142,7 @@ def backward_launch(
     """
     grad_output, residual, branch = (tensor.contiguous() for tensor in (grad_output, residual, branch))
     grad_residual, grad_branch = torch.empty_like(residual), torch.empty_like(branch)
-    sizes = _sizes(residual, seed, probability)
+    sizes = _sizes(residual, seed, probability, _BACKWARD_BLOCK_ELEMENTS)
     num_programs = max(1, min(_MAX_PROGRAMS, triton.cdiv(sizes["num_rows"], sizes["BLOCK_R"])))
     allocate = weight.new_zeros if atomic else weight.new_empty
     arguments = {
@@ -153,18 +159,19 @@ def backward_launch(
         "ATOMIC": atomic,
         **sizes,
     }
-    return Launch(backward_kernel, num_programs, arguments, _NUM_WARPS)
+    return Launch(backward_kernel, num_programs, arguments, _BACKWARD_NUM_WARPS)
 
 
-def _sizes(residual: Tensor, seed: Tensor | None, probability: float) -> dict[str, Any]:
-    block_c = max(4, triton.next_power_of_2(residual.shape[-1]))
+def _sizes(residual: Tensor, seed: Tensor | None, probability: float, block_elements: int) -> dict[str, Any]:
+    block_c = max(MIN_COLUMNS, triton.next_power_of_2(residual.shape[-1]))
+    threshold, scale = round_probability(probability)
     return {
         "num_rows": residual.numel() // residual.shape[-1],
         "num_channels": residual.shape[-1],
-        "probability": probability,
-        "scale": 1 / (1 - probability),
+        "threshold": threshold,
+        "scale": scale,
         "DROPS": seed is not None,
-        "BLOCK_R": max(1, _BLOCK_ELEMENTS // block_c),
+        "BLOCK_R": max(1, block_elements // block_c),
         "BLOCK_C": block_c,
     }
 

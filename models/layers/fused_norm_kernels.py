@@ -4,7 +4,7 @@ R rows of C channels. A program takes blocks of BLOCK_R rows with all their chan
 is atomic: the backward kernel leaves the parameters' gradients as one partial sum a program. (Asked for it, with
 ATOMIC, it adds them up itself, in no fixed order: what that is worth `scripts.benchmark variants` measures.)
 
-The dropped channels are a function of seed, row and channel (Philox), so that the backward kernel finds them again.
+The backward kernel draws the dropped channels again, see `keep_mask`.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -12,19 +12,7 @@ The dropped channels are a function of seed, row and channel (Philox), so that t
 import triton
 import triton.language as tl
 
-# Seven rounds of Philox pass the batteries of tests for random numbers; ten are its authors' safety margin.
-_ROUNDS = tl.constexpr(7)
-
-
-@triton.jit
-def keep_mask(seed, rows, probability, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Draws which channels of rows [BLOCK_R] are kept, bool [BLOCK_R, BLOCK_C]; one Philox call makes four numbers."""
-    columns = tl.arange(0, BLOCK_C // 4)
-    counters = (rows[:, None] * (BLOCK_C // 4) + columns[None, :]).to(tl.int32)
-    first, second, third, fourth = tl.randint4x(seed, counters, n_rounds=_ROUNDS)
-    numbers = tl.join(tl.join(first, second), tl.join(third, fourth)).reshape(BLOCK_R, BLOCK_C)
-    uniform = (numbers.to(tl.uint32, bitcast=True) >> 8).to(tl.float32) * (1.0 / (1 << 24))
-    return uniform >= probability
+from models.layers.dropout_kernels import keep_mask
 
 
 @triton.jit
@@ -35,7 +23,7 @@ def load_sum(
     rows,
     places,
     mask,
-    probability,
+    threshold,
     scale,
     DROPS: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -45,7 +33,7 @@ def load_sum(
     added = tl.load(branch + places, mask=mask, other=0.0).to(tl.float32)
     keep = mask
     if DROPS:
-        keep = keep_mask(tl.load(seed), rows, probability, BLOCK_R, BLOCK_C)
+        keep = keep_mask(tl.load(seed), rows, threshold, BLOCK_R, BLOCK_C)
         added = tl.where(keep, added * scale, 0.0)
     return tl.load(residual + places, mask=mask, other=0.0).to(tl.float32) + added, keep
 
@@ -63,7 +51,7 @@ def forward_kernel(
     num_rows,
     num_channels,
     eps,
-    probability,
+    threshold,
     scale,
     DROPS: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -75,7 +63,7 @@ def forward_kernel(
     inside = columns < num_channels
     mask = (rows < num_rows)[:, None] & inside[None, :]
     places = rows[:, None] * num_channels + columns[None, :]
-    summed, _ = load_sum(residual, branch, seed, rows, places, mask, probability, scale, DROPS, BLOCK_R, BLOCK_C)
+    summed, _ = load_sum(residual, branch, seed, rows, places, mask, threshold, scale, DROPS, BLOCK_R, BLOCK_C)
     row_mean = tl.sum(summed, axis=1) / num_channels
     centred = tl.where(mask, summed - row_mean[:, None], 0.0)
     row_inverse = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=1) / num_channels + eps)
@@ -101,7 +89,7 @@ def backward_kernel(
     sums,
     num_rows,
     num_channels,
-    probability,
+    threshold,
     scale,
     DROPS: tl.constexpr,
     ATOMIC: tl.constexpr,
@@ -119,19 +107,19 @@ def backward_kernel(
     columns = tl.arange(0, BLOCK_C)
     inside = columns < num_channels
     factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    grad_weight = tl.zeros([BLOCK_C], dtype=tl.float32)
-    grad_bias = tl.zeros([BLOCK_C], dtype=tl.float32)
+    weight_terms = tl.zeros([BLOCK_R, BLOCK_C], dtype=tl.float32)
+    bias_terms = tl.zeros([BLOCK_R, BLOCK_C], dtype=tl.float32)
     for start in range(program * BLOCK_R, num_rows, tl.num_programs(0) * BLOCK_R):
         rows = start + tl.arange(0, BLOCK_R).to(tl.int64)
         mask = (rows < num_rows)[:, None] & inside[None, :]
         places = rows[:, None] * num_channels + columns[None, :]
-        summed, keep = load_sum(residual, branch, seed, rows, places, mask, probability, scale, DROPS, BLOCK_R, BLOCK_C)
+        summed, keep = load_sum(residual, branch, seed, rows, places, mask, threshold, scale, DROPS, BLOCK_R, BLOCK_C)
         row_mean = tl.load(mean + rows, mask=rows < num_rows, other=0.0)
         row_inverse = tl.load(inverse_deviation + rows, mask=rows < num_rows, other=0.0)
         gradient = tl.load(grad_output + places, mask=mask, other=0.0).to(tl.float32)
         normalised = tl.where(mask, (summed - row_mean[:, None]) * row_inverse[:, None], 0.0)
-        grad_weight += tl.sum(gradient * normalised, axis=0)
-        grad_bias += tl.sum(gradient, axis=0)
+        weight_terms += gradient * normalised
+        bias_terms += gradient
         scaled = gradient * factor[None, :]
         mean_scaled = tl.sum(scaled, axis=1) / num_channels
         mean_product = tl.sum(scaled * normalised, axis=1) / num_channels
@@ -140,6 +128,8 @@ def backward_kernel(
         if DROPS:
             grad_sum = tl.where(keep, grad_sum * scale, 0.0)
         tl.store(grad_branch + places, grad_sum.to(grad_branch.dtype.element_ty), mask=mask)
+    # Added up over rows once: in the loop, warps would wait for one another at every block.
+    grad_weight, grad_bias = tl.sum(weight_terms, axis=0), tl.sum(bias_terms, axis=0)
     if ATOMIC:
         tl.atomic_add(sums + columns, grad_weight, mask=inside, sem="relaxed")
         tl.atomic_add(sums + num_channels + columns, grad_bias, mask=inside, sem="relaxed")

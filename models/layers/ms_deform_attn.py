@@ -85,9 +85,7 @@ class MSDeformAttn(nn.Module):
             Differentiable in query, reference points and features. Locations and attention weights are float32
             whatever the autocast dtype.
         """
-        # One kernel in each direction, where masked_fill copies first.
-        value = torch.where(padding_mask.unsqueeze(-1), 0.0, self.value_proj(features))
-        value = value.unflatten(-1, (self.num_heads, -1))
+        value = self.value_proj(features, padding_mask).unflatten(-1, (self.num_heads, -1))
         offsets, logits = self.sampling(query)
         samples = (*query.shape[:2], self.num_heads, self.num_levels, self.num_points)
         offsets, logits = offsets.view(*samples, 2), logits.view(samples)  # the op reads parts of a product as they are
