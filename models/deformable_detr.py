@@ -11,6 +11,7 @@ from models.checkpoints import load_weights
 from models.cuda_graphs import TrainingGraphs
 from models.decoder import predict_boxes
 from models.deformable_transformer import DeformableTransformer, EncoderDecoder
+from models.layers.group_norm import NormedConvolution
 from models.layers.mlp import MLP
 from models.position_encoding import SinePositionEncoding
 from models.structures import DetectorOutput, ImageBatch, Targets
@@ -92,7 +93,8 @@ class DeformableDetr(nn.Module):
 
     def _detect(self, batch: ImageBatch) -> DetectorOutput:
         query_embed = None if self.two_stage else self.query_embed.weight
-        decoded = self.transformer(*feature_levels(self.backbone, self.input_proj, batch), query_embed)
+        levels = feature_levels(self.backbone[0], self.input_proj, batch)
+        decoded = self.transformer(*levels, self.backbone[1], query_embed)
         boxes_cxcywh = decoded.boxes_cxcywh
         if boxes_cxcywh is None:
             boxes_cxcywh = predict_boxes(
@@ -143,29 +145,27 @@ def classify(class_embed: nn.ModuleList, hidden: Tensor) -> Tensor:
 
 
 def feature_levels(
-    backbone: nn.ModuleList, input_proj: nn.ModuleList, batch: ImageBatch
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    backbone: nn.Module, input_proj: nn.ModuleList, batch: ImageBatch
+) -> tuple[list[Tensor], list[Tensor]]:
     """Makes the transformer's input.
 
     Args:
-        backbone: the backbone, then the position encoding.
+        backbone: makes the feature maps.
         input_proj: the module that each level comes from: one for each map of the backbone, and one for each level
             beyond, which reads the last map or the level before.
         batch: normalised images with their padding.
 
     Returns:
-        L feature maps float [B, C, H_l, W_l], finest first; their padding masks bool [B, H_l, W_l], True = padding;
-        their position encodings float32 [B, C, H_l, W_l].
+        L feature maps float [B, C, H_l, W_l], finest first; their padding masks bool [B, H_l, W_l], True = padding.
     """
-    maps = backbone[0](batch.images)
+    maps = backbone(batch.images)
     with casting_weights(input_proj):
         features = [project(level) for project, level in zip(input_proj[: len(maps)], maps, strict=True)]
         coarser = maps[-1]
         for project in input_proj[len(maps) :]:
             coarser = project(coarser)
             features.append(coarser)
-    padding_masks = [_resize_mask(batch.padding_mask, level) for level in features]
-    return features, padding_masks, [backbone[1](mask) for mask in padding_masks]
+    return features, [_resize_mask(batch.padding_mask, level) for level in features]
 
 
 def check_sizes(transformer: EncoderDecoder, position_encoding: SinePositionEncoding, num_classes: int) -> None:
@@ -199,7 +199,7 @@ def input_projections(channels: tuple[int, ...], d_model: int, num_feature_level
     for convolution in convolutions:
         nn.init.xavier_uniform_(convolution.weight)
         nn.init.zeros_(convolution.get_parameter("bias"))
-    return nn.ModuleList(nn.Sequential(conv, nn.GroupNorm(NORM_GROUPS, d_model)) for conv in convolutions)
+    return nn.ModuleList(NormedConvolution(conv, nn.GroupNorm(NORM_GROUPS, d_model)) for conv in convolutions)
 
 
 def _resize_mask(padding_mask: Tensor, features: Tensor) -> Tensor:

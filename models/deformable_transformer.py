@@ -11,6 +11,7 @@ from models.encoder import DeformableEncoder, DeformableEncoderLayer
 from models.errors import UnfitSettingError
 from models.layers.autocast import autocast_dtype
 from models.layers.ms_deform_attn import MSDeformAttn
+from models.position_encoding import SinePositionEncoding
 from models.proposals import embed_boxes, pixel_proposals
 from models.structures import EncoderProposals, FeatureLevels, LevelGeometry
 from models.weight_casts import casting_weights
@@ -125,29 +126,28 @@ class EncoderDecoder(nn.Module):
         nn.init.normal_(self.level_embed)
 
     def encode(
-        self, feature_maps: list[Tensor], padding_masks: list[Tensor], positions: list[Tensor]
+        self, feature_maps: list[Tensor], padding_masks: list[Tensor], position_encoding: SinePositionEncoding
     ) -> tuple[LevelGeometry, Tensor]:
         """Flattens the levels and encodes them.
 
         Args:
             feature_maps: L tensors float [B, C, H_l, W_l], finest first.
             padding_masks: L tensors bool [B, H_l, W_l], True = padding.
-            positions: L tensors float32 [B, C, H_l, W_l], position encodings.
+            position_encoding: encodes the positions of each level.
 
         Returns:
             Shapes and padding of the levels, and the encoder's output float [B, S, C].
         """
         features = torch.cat([features.flatten(2).transpose(1, 2) for features in feature_maps], dim=1)
-        pairs = zip(positions, self.level_embed, strict=True)
-        embedded = torch.cat([position.flatten(2).transpose(1, 2) + embed for position, embed in pairs], dim=1)
         dtype = autocast_dtype(features.device) or features.dtype
         geometry = LevelGeometry(
             padding_mask=torch.cat([mask.flatten(1) for mask in padding_masks], dim=1),
             spatial_shapes=tuple((features.shape[2], features.shape[3]) for features in feature_maps),
             valid_ratios=torch.stack([valid_ratio(mask) for mask in padding_masks], dim=1),
         )
+        positions = position_encoding.embed_levels(geometry, self.level_embed, dtype)
         with casting_weights(self.encoder):
-            return geometry, self.encoder(FeatureLevels(features.to(dtype), embedded.to(dtype), geometry))
+            return geometry, self.encoder(FeatureLevels(features.to(dtype), positions, geometry))
 
 
 class DeformableTransformer(EncoderDecoder):
@@ -181,7 +181,7 @@ class DeformableTransformer(EncoderDecoder):
         self,
         feature_maps: list[Tensor],
         padding_masks: list[Tensor],
-        positions: list[Tensor],
+        position_encoding: SinePositionEncoding,
         query_embed: Tensor | None,
     ) -> TransformerOutput:
         """Encodes the levels and decodes the queries.
@@ -189,7 +189,7 @@ class DeformableTransformer(EncoderDecoder):
         Args:
             feature_maps: L tensors float [B, C, H_l, W_l], finest first.
             padding_masks: L tensors bool [B, H_l, W_l], True = padding.
-            positions: L tensors float32 [B, C, H_l, W_l], position encodings.
+            position_encoding: encodes the positions of each level.
             query_embed: float [Q, 2C], position then content of the learned queries; None with two_stage.
 
         Returns:
@@ -198,7 +198,7 @@ class DeformableTransformer(EncoderDecoder):
         Raises:
             ValueError: if a two-stage model is asked for more queries than the images have pixels on all levels.
         """
-        levels, memory = self.encode(feature_maps, padding_masks, positions)
+        levels, memory = self.encode(feature_maps, padding_masks, position_encoding)
         proposals = None
         if query_embed is None:
             proposals, reference_points, query_embed = self._select_proposals(memory, levels)

@@ -79,7 +79,7 @@ class DinoTransformer(EncoderDecoder):
         self,
         feature_maps: list[Tensor],
         padding_masks: list[Tensor],
-        positions: list[Tensor],
+        position_encoding: SinePositionEncoding,
         extra_queries: ExtraQueries | None,
     ) -> TransformerOutput:
         """Encodes the levels, chooses the proposals and decodes the queries.
@@ -87,7 +87,7 @@ class DinoTransformer(EncoderDecoder):
         Args:
             feature_maps: L tensors float [B, C, H_l, W_l], finest first.
             padding_masks: L tensors bool [B, H_l, W_l], True = padding.
-            positions: L tensors float32 [B, C, H_l, W_l], position encodings.
+            position_encoding: encodes the positions of each level.
             extra_queries: queries to decode besides, or None.
 
         Returns:
@@ -96,7 +96,7 @@ class DinoTransformer(EncoderDecoder):
         Raises:
             ValueError: if there are more queries than the images have pixels on all levels.
         """
-        levels, memory = self.encode(feature_maps, padding_masks, positions)
+        levels, memory = self.encode(feature_maps, padding_masks, position_encoding)
         proposals = self._select_proposals(memory, levels)
         reference_points = proposals.boxes_cxcywh.detach()
         query = self.tgt_embed.weight.expand(len(memory), -1, -1)
@@ -204,7 +204,8 @@ class Dino(nn.Module):
         """Decodes noised targets, if there are any, and after them the own queries."""
         batch, noised = inputs
         extra_queries = None if noised is None else self._embed(noised)
-        decoded = self.transformer(*feature_levels(self.backbone, self.input_proj, batch), extra_queries)
+        levels = feature_levels(self.backbone[0], self.input_proj, batch)
+        decoded = self.transformer(*levels, self.backbone[1], extra_queries)
         return DetectorOutput(classify(self.class_embed, decoded.hidden), decoded.boxes_cxcywh, decoded.proposals)
 
     def _split(self, output: DetectorOutput, noised: NoisedTargets) -> DetectorOutput:

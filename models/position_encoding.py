@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from models.compilation import Region
+from models.layers.residual_blocks import can_fuse
+from models.structures import LevelGeometry
 
 FULL_TURN = 2 * math.pi
 NORMALIZATION_EPS = 1e-6
@@ -31,7 +33,13 @@ def sine_embedding(angles: Tensor, channels: int, temperature: float) -> Tensor:
 
 
 class SinePositionEncoding(Region):
-    """Encodes the row and the column of each pixel, normalised by the unpadded size of its image."""
+    """Encodes the row and the column of each pixel, normalised by the unpadded size of its image.
+
+    Attributes:
+        fused: whether `embed_levels` may take Triton kernels.
+    """
+
+    fused: bool = True
 
     def __init__(self, *, channels: int, temperature: float, offset: float) -> None:
         """Creates the encoding.
@@ -67,3 +75,27 @@ class SinePositionEncoding(Region):
         column_angles = (columns + self.offset) / (columns[:, :, -1:] + NORMALIZATION_EPS) * FULL_TURN
         angles = torch.stack((row_angles, column_angles), dim=-1)
         return sine_embedding(angles, self.channels // 2, self.temperature).flatten(-2).permute(0, 3, 1, 2)
+
+    def embed_levels(self, geometry: LevelGeometry, level_embed: Tensor, dtype: torch.dtype) -> Tensor:
+        """Encodes the positions of all levels and adds their embeddings.
+
+        Where `can_fuse` says so and nothing is compiled, kernels write the result; elsewhere the same is composed level
+        by level.
+
+        Args:
+            geometry: shapes and padding of the L levels.
+            level_embed: float [L, channels].
+            dtype: dtype of the result.
+
+        Returns:
+            dtype [B, S, channels], rounded once.
+        """
+        if self.fused and self._compiled is None and can_fuse(level_embed):
+            from models.layers.fused_positions import embed_positions  # Triton, which is not installed everywhere
+
+            settings = (self.temperature, self.offset, NORMALIZATION_EPS, dtype)
+            return embed_positions(geometry.padding_mask, geometry.spatial_shapes, level_embed, *settings)
+        masks = geometry.padding_mask.split([height * width for height, width in geometry.spatial_shapes], dim=1)
+        levels = zip(masks, geometry.spatial_shapes, level_embed, strict=True)
+        encoded = [self(mask.unflatten(1, shape)).flatten(2).transpose(1, 2) + embed for mask, shape, embed in levels]
+        return torch.cat(encoded, dim=1).to(dtype)

@@ -14,7 +14,9 @@ from torch import Tensor
 from torchvision.ops import FrozenBatchNorm2d
 
 from models.layers.fused_frozen_norm import frozen_norm_relu, frozen_norm_residual_relu
+from models.layers.fused_group_norm import group_norm
 from models.layers.fused_norm import residual_norm
+from models.layers.fused_positions import embed_positions
 from models.layers.in_place import apply_relu_dropout, clear_rows
 from models.layers.row_sum import sum_passed_rows, sum_rows
 from msda_op.options import DEFAULT_OPTIONS, Options
@@ -84,7 +86,9 @@ def shipped_calls() -> list[ShippedCall]:
     calls += _hopper_calls()
     calls += _norm_calls()
     calls += _frozen_norm_calls()
+    calls += _group_norm_calls()
     calls += _linear_calls()
+    calls += _position_calls()
     return calls
 
 
@@ -174,7 +178,7 @@ def _linear_calls() -> Iterator[ShippedCall]:
     padding_mask, seed = _empty(num_rows, dtype=torch.bool), _empty(1, dtype=torch.int64)
     for dtype_name, dtype in DTYPES.items():
         rows = _empty(num_rows, width, dtype=dtype)
-        runs = {
+        runs: dict[str, Callable[[], Any]] = {
             "row sum": partial(sum_rows, rows),
             "row sum without padding": partial(sum_passed_rows, rows, padding_mask, None, 1.0),
             "row sum of what was activated": partial(sum_passed_rows, rows, None, rows, 1.25),
@@ -199,6 +203,26 @@ def _frozen_norm_calls() -> Iterator[ShippedCall]:
         }
         for words, run in runs.items():
             yield ShippedCall(f"frozen norm {dtype_name}{words}", channels, True, run)
+
+
+def _group_norm_calls() -> Iterator[ShippedCall]:
+    """Yields the norm of the neck with its backward pass: of the published width, and with three channels a group."""
+    for dtype_name, channels in (*product(DTYPES, (256,)), ("bf16", 96)):
+        x = _empty(_BATCH, channels, 50, 84, dtype=DTYPES[dtype_name]).requires_grad_()
+        weight, bias = (_empty(channels, dtype=torch.float32).requires_grad_() for _ in range(2))
+        run = partial(_differentiate, partial(group_norm, x, weight, bias, 32, 1e-5), (x, weight, bias))
+        yield ShippedCall(f"group norm {dtype_name} of {channels} channels", channels, True, run)
+
+
+def _position_calls() -> Iterator[ShippedCall]:
+    """Yields the position encodings of all levels with the gradient of the level embedding."""
+    preset, channels = PRESETS["encoder"], 256
+    padding_mask = _empty(_BATCH, preset.value_length, dtype=torch.bool)
+    level_embed = _empty(len(preset.spatial_shapes), channels, dtype=torch.float32).requires_grad_()
+    for dtype_name, dtype in DTYPES.items():
+        settings = (preset.spatial_shapes, level_embed, 10000.0, -0.5, 1e-6, dtype)
+        run = partial(_differentiate, partial(embed_positions, padding_mask, *settings), (level_embed,))
+        yield ShippedCall(f"positions {dtype_name}", channels, True, run)
 
 
 def _differentiate(function: Callable[[], Any], leaves: tuple[Tensor, ...]) -> None:

@@ -21,7 +21,7 @@ _ACTIVATED_ROWS = 4
 _ACTIVATED_COLUMNS = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def clear_kernel(rows, padding_mask, num_rows, num_columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     """Writes zeros into BLOCK_R rows, where they are padding."""
     places = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R).to(tl.int64)

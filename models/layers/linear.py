@@ -139,8 +139,9 @@ class _Linear(Function):
         rows = gradient.flatten(0, -2)
         grad_bias = None
         if padding_mask is not None or activated is not None:
-            flat = [None if tensor is None else tensor.reshape(len(rows), -1) for tensor in (padding_mask, activated)]
-            rows, grad_bias = sum_passed_rows(rows, *flat, ctx.scale)
+            padding = None if padding_mask is None else padding_mask.flatten()
+            kept = None if activated is None else activated.flatten(0, -2)
+            rows, grad_bias = sum_passed_rows(rows, padding, kept, ctx.scale)
         elif ctx.needs_input_grad[2]:
             grad_bias = sum_rows(rows)
         grad_features = (rows @ weight).view_as(features) if ctx.needs_input_grad[0] else None

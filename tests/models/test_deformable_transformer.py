@@ -2,6 +2,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from models.deformable_detr import DeformableDetr
 from models.deformable_transformer import valid_ratio
@@ -52,12 +53,17 @@ def test_more_queries_than_proposals_are_refused(make_detector: Callable[..., De
         too_many(batch)
 
 
-def test_padding_changes_nothing(detector: DeformableDetr) -> None:
+def leave_initialisation(detector: DeformableDetr) -> None:
+    """Draws anew what starts as zero, where everything is alike."""
     for head in detector.bbox_embed:
         torch.nn.init.normal_(head.layers[-1].weight, std=0.1)
     for name, parameter in detector.transformer.named_parameters():
         if "attention_weights" in name or "sampling_offsets" in name:
             torch.nn.init.normal_(parameter, std=0.5)
+
+
+def test_padding_changes_nothing(detector: DeformableDetr) -> None:
+    leave_initialisation(detector)
     query_embed = None if detector.two_stage else detector.query_embed.weight
     sizes_hw = ((8, 12), (4, 6), (2, 3), (1, 2))
     results = []
@@ -72,9 +78,31 @@ def test_padding_changes_nothing(detector: DeformableDetr) -> None:
             mask[:, :height, :width] = False
             features.append(level)
             masks.append(mask)
-        positions = [detector.backbone[1](mask) for mask in masks]
-        results.append(detector.transformer(features, masks, positions, query_embed))
+        results.append(detector.transformer(features, masks, detector.backbone[1], query_embed))
     alone, padded = results
     torch.testing.assert_close(padded.hidden, alone.hidden, atol=1e-4, rtol=0)
     torch.testing.assert_close(padded.reference_points, alone.reference_points, atol=1e-5, rtol=0)
     assert alone.hidden.std() > 0.1
+
+
+def test_fused_positions_change_nothing(detector: DeformableDetr, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do those of pixels whose row or column is all padding, which differ."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr("models.position_encoding.can_fuse", lambda x: True)  # Triton's interpreter runs on a CPU
+    leave_initialisation(detector)
+    padding_mask = torch.zeros(2, 64, 96, dtype=torch.bool)
+    padding_mask[0, 40:], padding_mask[1, :, 50:] = True, True
+    batch = ImageBatch(torch.randn(2, 3, 64, 96, generator=torch.Generator().manual_seed(0)), padding_mask)
+    seen: list[Tensor] = []
+    detector.transformer.encoder.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].positions))
+    results = []
+    for fused in (True, False):
+        detector.backbone[1].fused = fused
+        output = detector.eval()(batch)
+        loss = (output.logits * torch.linspace(-1, 1, output.logits.numel()).view_as(output.logits)).sum()
+        (gradient,) = torch.autograd.grad(loss, detector.transformer.level_embed)
+        results.append((output.logits.detach(), output.boxes_cxcywh.detach(), gradient))
+    assert (seen[0] - seen[1]).abs().max() > 1e-2
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4 * max(1.0, float(other.abs().max())), rtol=0)
+    assert results[0][2].abs().max() > 1e-3
