@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from models.checkpoints import check_keys, read_checkpoint
 from models.layers.frozen_norm import FoldedBatchNorm2d, folding_norms
-from models.layers.residual_blocks import BasicBlock, Bottleneck, can_fuse, norm_relu
+from models.layers.residual_blocks import BasicBlock, Bottleneck, can_fuse
+from models.layers.stem import convolve_blocks, fits_blocks, norm_relu_pool
 from models.weight_casts import casting_weights
 
 SWINS = ("swin_t", "swin_s", "swin_b")
@@ -71,8 +72,9 @@ class ResNetBackbone(nn.Module):
                 convolutions of tensor cores want them; the results agree up to rounding.
             fold_norms: whether convolutions apply the frozen norms behind them where nothing is fused, see
                 `folding_norms`; the results agree up to rounding.
-            fused_norm: whether frozen norms take ReLU and residual into one kernel on a GPU, see `norm_relu`; needs
-                channels_last, without which nothing is fused; the results agree up to rounding.
+            fused_norm: whether frozen norms take ReLU and residual into one kernel on a GPU, see `norm_relu`, and the
+                first convolution goes by blocks, see `convolve_blocks`; needs channels_last, without which nothing is
+                fused; the results agree up to rounding.
 
         Raises:
             ValueError: on an unknown word, an impossible combination, or weights that do not fit the network.
@@ -116,18 +118,27 @@ class ResNetBackbone(nn.Module):
         Returns:
             One float [B, channels, H_l, W_l] a stage, finest first.
         """
-        features = images.contiguous(memory_format=self.memory_format)
         folds = self.fold_norms and not (self.fused_norm and can_fuse(images))
         outputs = []
         with folding_norms(self.body) if folds else nullcontext(), casting_weights(self.body):
             convolution, norm, pool, *stages = self.body.children()
-            features = pool(norm_relu(convolution(features), norm))
+            assert isinstance(convolution, nn.Conv2d), "every ResNet begins with one"
+            if self._gathers_blocks(images, convolution):
+                features = convolve_blocks(images, convolution.weight)
+            else:
+                features = convolution(images.contiguous(memory_format=self.memory_format))
+            features = norm_relu_pool(features, norm, pool)
             twice = (features, features)
             for key, stage in zip(STAGE_STRIDES, stages, strict=True):
                 twice = stage(twice)
                 if key in self.stages:
                     outputs.append(twice[0])
         return outputs
+
+    def _gathers_blocks(self, images: Tensor, convolution: nn.Conv2d) -> bool:
+        """Whether the first convolution goes block by block: in half precision on a GPU; its weight is cast by now."""
+        half = convolution.weight.dtype in (torch.float16, torch.bfloat16)
+        return half and self.fused_norm and can_fuse(images) and fits_blocks(convolution)
 
 
 class SwinBackbone(nn.Module):

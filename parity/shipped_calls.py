@@ -17,6 +17,7 @@ from models.layers.fused_frozen_norm import frozen_norm_relu, frozen_norm_residu
 from models.layers.fused_group_norm import group_norm
 from models.layers.fused_norm import residual_norm
 from models.layers.fused_positions import embed_positions
+from models.layers.fused_stem import frozen_norm_relu_pool
 from models.layers.in_place import apply_relu_dropout, clear_rows
 from models.layers.row_sum import sum_passed_rows, sum_rows
 from msda_op.options import DEFAULT_OPTIONS, Options
@@ -203,6 +204,9 @@ def _frozen_norm_calls() -> Iterator[ShippedCall]:
         }
         for words, run in runs.items():
             yield ShippedCall(f"frozen norm {dtype_name}{words}", channels, True, run)
+        stem = _empty(_BATCH, 64, 400, 667, dtype=dtype)
+        pooled = partial(frozen_norm_relu_pool, stem, FrozenBatchNorm2d(64).to("meta"))
+        yield ShippedCall(f"frozen norm {dtype_name} and pooling", 64, True, pooled)
 
 
 def _group_norm_calls() -> Iterator[ShippedCall]:

@@ -45,7 +45,7 @@ def norm_relu(x: Tensor, norm: nn.Module) -> Tensor:
     Returns:
         float [B, C, H, W].
     """
-    if _fuses(x, norm):
+    if fuses_norm(x, norm):
         from models.layers.fused_frozen_norm import frozen_norm_relu  # Triton, which is not installed everywhere
 
         return frozen_norm_relu(x, norm)
@@ -66,7 +66,7 @@ def norm_residual_relu(
     Returns:
         float [B, C, H, W], twice.
     """
-    if _fuses(x, norm):
+    if fuses_norm(x, norm):
         from models.layers.fused_frozen_norm import frozen_norm_residual_relu
 
         return frozen_norm_residual_relu(x, norm, residual, residual_norm)
@@ -81,7 +81,8 @@ def can_fuse(x: Tensor) -> bool:
     return x.is_cuda and x.dtype != torch.float64 and not torch.compiler.is_compiling()
 
 
-def _fuses(x: Tensor, norm: nn.Module) -> bool:
+def fuses_norm(x: Tensor, norm: nn.Module) -> bool:
+    """Whether a kernel takes a norm into what follows it: where `can_fuse` says so, and the norm is for it."""
     return isinstance(norm, FoldedBatchNorm2d) and norm.fused and not norm.folded and can_fuse(x)
 
 

@@ -97,6 +97,9 @@ def test_fused_frozen_norms_agree_with_plain_ones(
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     run, calls = fused_frozen_norm._FrozenNormRelu.apply, []
     monkeypatch.setattr(fused_frozen_norm._FrozenNormRelu, "apply", lambda *inputs: calls.append(1) or run(*inputs))
+    fused_stem = pytest.importorskip("models.layers.fused_stem")
+    run_stem = fused_stem.frozen_norm_relu_pool  # the stem is frozen: nothing in it has a gradient
+    monkeypatch.setattr(fused_stem, "frozen_norm_relu_pool", lambda *inputs: calls.append(1) or run_stem(*inputs))
     torch.manual_seed(0)
     plain = build(name=name, norm="frozen", fold_norms=False, fused_norm=False)
     for key, buffer in plain.named_buffers():
