@@ -118,7 +118,9 @@ class HungarianMatcher(nn.Module):
             sets.append(("the encoder's proposals", proposals.logits[None], proposals.boxes_cxcywh[None], classes))
         with torch.autocast(boxes.device.type, enabled=False):
             costs = [self.costs(logits, queries, classes, boxes) for _, logits, queries, classes in sets]
-            candidates = [_cheapest(cost) if cost.shape[2] > MAX_DENSE_QUERIES else (cost,) for cost in costs]
+            candidates = [
+                _cheapest(cost) if cost.shape[2] > MAX_DENSE_QUERIES else (cost.transpose(2, 3),) for cost in costs
+            ]
         on_host = iter(_copy_to_host([tensor for tensors in candidates for tensor in tensors]))
         solved, non_finite = [], []
         for (name, logits, *_), tensors in zip(sets, candidates, strict=True):
@@ -156,7 +158,8 @@ def _cheapest(costs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _copy_to_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
-    flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
+    """Copies tensors at once, as float64: the solver would convert them one by one, while the device waits."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors]).double().cpu()
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape).numpy() for part, tensor in zip(parts, tensors, strict=True)]
 
@@ -167,7 +170,7 @@ def _solve(
     """Solves the assignments of all layers and images.
 
     Args:
-        costs: [n, B, Q, T] of all queries, or [n, B, T, k] of those in `queries`.
+        costs: [n, B, T, Q] of all queries, or [n, B, T, k] of those in `queries`.
         queries: [n, B, T, k] the cheapest queries of each target; None for all queries.
         counts: number of targets of each image.
         num_queries: number Q of queries.
@@ -181,20 +184,27 @@ def _solve(
     matches[0] = np.arange(len(costs))[:, None]
     matches[1] = np.repeat(np.arange(len(counts)), sizes)
     failed = []
+    all_finite = bool(np.isfinite(costs).all())
     for layer, image in product(range(len(costs)), range(len(counts))):
         mine, count = slice(ends[image], ends[image + 1]), counts[image]
-        cost = costs[layer, image, :, :count] if queries is None else costs[layer, image, :count]
-        finite = np.isfinite(cost)
-        if not finite.all():
+        cost = costs[layer, image, :count]
+        if not all_finite and not (finite := np.isfinite(cost)).all():
             failed.append((layer, image))
             cost = np.where(finite, cost, NON_FINITE_COST)
         if queries is None:
-            query, target = linear_sum_assignment(cost)
+            query, target = _assign(cost)
         else:
             query, target = _assign_candidates(cost, queries[layer, image, :count])
         matches[2, layer, mine] = query
         matches[3, layer, mine] = target + starts[image]
     return matches, failed
+
+
+def _assign(costs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Assigns targets to queries, given costs [T, Q], which are solved sooner than [Q, T]; returns as the next does."""
+    targets, queries = linear_sum_assignment(costs)
+    order = queries.argsort()
+    return queries[order], targets[order]
 
 
 def _assign_candidates(costs: np.ndarray, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

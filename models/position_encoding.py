@@ -79,8 +79,7 @@ class SinePositionEncoding(Region):
     def embed_levels(self, geometry: LevelGeometry, level_embed: Tensor, dtype: torch.dtype) -> Tensor:
         """Encodes the positions of all levels and adds their embeddings.
 
-        Where `can_fuse` says so and nothing is compiled, kernels write the result; elsewhere the same is composed level
-        by level.
+        Where `can_fuse` says so, kernels write the result; elsewhere the same is composed level by level.
 
         Args:
             geometry: shapes and padding of the L levels.
@@ -90,7 +89,7 @@ class SinePositionEncoding(Region):
         Returns:
             dtype [B, S, channels], rounded once.
         """
-        if self.fused and self._compiled is None and can_fuse(level_embed):
+        if self.fused and can_fuse(level_embed):
             from models.layers.fused_positions import embed_positions  # Triton, which is not installed everywhere
 
             settings = (self.temperature, self.offset, NORMALIZATION_EPS, dtype)
