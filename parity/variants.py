@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from models.layers.fused_norm import backward_launch
+from models.layers.row_sum import add_partial_sums
 from msda_op.reference import ms_deform_attn_reference
 from parity.cases import OpInputs
 from parity.comparisons import evaluate
@@ -106,7 +107,7 @@ def norm_gradients(grad_output: Tensor, stopwatch: Stopwatch, repeats: int) -> l
         launch = backward_launch(grad_output, residual, branch, weight, None, *statistics, 0.0, atomic)
         launch.run(residual)
         sums: Tensor = launch.arguments["sums"]
-        return sums[0] if atomic else sums.sum(0)
+        return sums[0] if atomic else add_partial_sums(sums.flatten(1), sums).view_as(sums[0])
 
     result = []
     for name, atomic in (("a partial sum a program, added up by another kernel", False), ("atomics", True)):

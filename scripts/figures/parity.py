@@ -12,7 +12,8 @@ PARITY_SECTION = Section(
 SWITCHES_SECTION = Section(
     "Parity with what makes a step fast",
     "Levels of the parity suite with nothing of it turned on, with each alone (and with what it needs), and with all. "
-    "A trajectory of 40 steps allows none outside its envelope ([how that can go](docs/parity.md#limits)).",
+    "Of a trajectory's steps 99 % must lie inside the envelope: of 40 none may lie outside, of 100 one "
+    "([what follows](docs/parity.md#limits)).",
     ("settings of `python -m parity`", "turned on"),
 )
 
