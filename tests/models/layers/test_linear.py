@@ -130,6 +130,7 @@ def test_probabilities_are_rounded_and_made_up_for() -> None:
 @pytest.mark.parametrize(("autocast", "dtype"), [(False, torch.float32), (True, torch.bfloat16), (True, torch.float32)])
 def test_relu_and_dropout_behind_a_layer(autocast: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer, "can_sum", lambda *tensors: True)
+    torch.manual_seed(0)
     linear = nn.Linear(20, 24).to(DEVICE, dtype)
     features = draw(2, 150, 20, dtype=dtype).requires_grad_()
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
@@ -151,6 +152,7 @@ def test_relu_and_dropout_behind_a_layer(autocast: bool, dtype: torch.dtype, mon
 
 
 def test_without_the_kernel_it_is_relu_and_dropout() -> None:
+    torch.manual_seed(0)
     linear, features = nn.Linear(20, 24), draw(3, 20).cpu()
     assert torch.equal(linear_relu_dropout(linear, features, 0.5, training=False), linear(features).relu())
     dropped = linear_relu_dropout(linear, features, 0.5, training=True)
