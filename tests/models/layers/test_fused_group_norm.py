@@ -80,7 +80,7 @@ def test_output_and_gradients_against_float64(shape: tuple[int, ...], num_groups
 
 @pytest.mark.parametrize("spread", [0.0, 300.0])
 def test_a_mean_far_from_zero_costs_no_digits(spread: float) -> None:
-    x, weight, bias, upstream = make_inputs((2, 64, 23, 19), torch.float32)
+    x, weight, bias, upstream = make_inputs((2, 64, 13, 11), torch.float32)
     x += 3000 + spread * torch.linspace(-1, 1, 64, device=DEVICE).view(-1, 1, 1)
     tensors = [x, weight, bias, upstream]
     expected = differentiate(compose(8), [tensor.double() for tensor in tensors])
@@ -96,9 +96,9 @@ def test_a_mean_far_from_zero_costs_no_digits(spread: float) -> None:
     assert ((naive - variance).abs() / variance).max() > 8 * inherent, "a difference of squares would do as well"
 
 
-@pytest.mark.parametrize("most", [1, 7, 20])
+@pytest.mark.parametrize("most", [1, 20])
 def test_any_division_of_the_rows_gives_the_norm(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = make_inputs((2, 64, 11, 17), torch.float32)
+    tensors = make_inputs((2, 64, 7, 11), torch.float32)
     expected = differentiate(fuse(16), tensors)
     monkeypatch.setattr(fused_group_norm, "_MAX_PROGRAMS", most)
     fused_group_norm._divide.cache_clear()

@@ -118,8 +118,9 @@ def check(actual: Tensor, expected: Tensor, competitor: Tensor, bound: Bound, dt
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("padding", ["none", "borders", "holes"])
-@pytest.mark.parametrize("published", PUBLISHED)
+@pytest.mark.parametrize(
+    ("padding", "published"), [("none", "deformable_detr"), ("borders", "deformable_detr"), ("holes", "dino")]
+)
 def test_encodings_against_float64(size: str, padding: str, published: str) -> None:
     shapes, batch_size, channels = SIZES[size]
     geometry = make_geometry(shapes, batch_size, padding)
@@ -137,7 +138,7 @@ def test_encodings_against_float64(size: str, padding: str, published: str) -> N
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("embed_dtype", DTYPES)
+@pytest.mark.parametrize("embed_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradient_against_float64(size: str, embed_dtype: torch.dtype, dtype: torch.dtype) -> None:
     shapes, batch_size, channels = SIZES[size]
