@@ -23,7 +23,8 @@ _TILE_CHANNELS = 64
 _NUM_WARPS = 4
 
 _SCALE_TERMS = ("weight", "running_var", "eps")
-_TERMS = (*_SCALE_TERMS, "bias", "running_mean")
+TERMS = (*_SCALE_TERMS, "bias", "running_mean")
+"""What kernels need to know of a norm to apply it."""
 
 
 def frozen_norm_relu(x: Tensor, norm: FrozenBatchNorm2d) -> Tensor:
@@ -84,8 +85,8 @@ class _FrozenNormRelu(Function):
             "x": x,
             "residual": None if residual is None else _channels_last(residual),
             "output": output,
-            **_terms(norm, _TERMS),
-            **_terms(residual_norm, _TERMS, "residual_"),
+            **norm_terms(norm, TERMS),
+            **norm_terms(residual_norm, TERMS, "residual_"),
         }
         _launch(forward_kernel, arguments, x)
         ctx.set_materialize_grads(False)
@@ -108,8 +109,8 @@ class _FrozenNormRelu(Function):
             "output": output,
             "grad_x": grad_x,
             "grad_residual": grad_residual,
-            **_terms(norm, _SCALE_TERMS),
-            **_terms(residual_norm, _SCALE_TERMS, "residual_"),
+            **norm_terms(norm, _SCALE_TERMS),
+            **norm_terms(residual_norm, _SCALE_TERMS, "residual_"),
         }
         _launch(backward_kernel, arguments, grad_output)
         return grad_x, None, grad_residual, None
@@ -119,7 +120,7 @@ def _channels_last(tensor: Tensor) -> Tensor:
     return tensor.contiguous(memory_format=torch.channels_last)
 
 
-def _terms(norm: FrozenBatchNorm2d | None, names: tuple[str, ...], prefix: str = "") -> dict[str, Any]:
+def norm_terms(norm: FrozenBatchNorm2d | None, names: tuple[str, ...], prefix: str = "") -> dict[str, Any]:
     """Returns what a kernel needs to know of a norm, by the names of its arguments."""
     return {prefix + name: None if norm is None else getattr(norm, name) for name in names}
 

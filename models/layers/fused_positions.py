@@ -166,11 +166,11 @@ def _sum_levels(gradient: Tensor, spatial_shapes: HostShapes, table: Tensor, dty
     block_r = _SUMMED_BYTES // (_SUMMED_CHANNELS * gradient.element_size())
     tile = {"gradient": gradient, "num_pixels": num_pixels, "BLOCK_R": block_r, "BLOCK_C": _SUMMED_CHANNELS}
     if num_sums > 0:
-        num_programs = num_sums * _divide_up(num_channels, _SUMMED_CHANNELS)
+        num_programs = num_sums * triton.cdiv(num_channels, _SUMMED_CHANNELS)
         Launch(sum_tiles_kernel, num_programs, shared | tile, _NUM_WARPS).run(gradient)
     grad_level_embed = gradient.new_empty((len(spatial_shapes), num_channels), dtype=dtype)
     level = {"grad_level_embed": grad_level_embed, "BLOCK_R": _LEVEL_ROWS, "BLOCK_C": _LEVEL_CHANNELS}
-    num_programs = len(spatial_shapes) * _divide_up(num_channels, _LEVEL_CHANNELS)
+    num_programs = len(spatial_shapes) * triton.cdiv(num_channels, _LEVEL_CHANNELS)
     Launch(sum_levels_kernel, num_programs, shared | level, _NUM_WARPS).run(gradient)
     return grad_level_embed
 
@@ -185,13 +185,13 @@ def _frequencies(num_pairs: int, temperature: float, device: torch.device) -> Te
 
 @lru_cache(maxsize=4096)  # of few sizes, and asked for at every call
 def _num_tiles(spatial_shapes: HostShapes, tile_pixels: int) -> int:
-    return sum(_divide_up(height * width, tile_pixels) for height, width in spatial_shapes)
+    return sum(triton.cdiv(height * width, tile_pixels) for height, width in spatial_shapes)
 
 
 @lru_cache(maxsize=4096)
 def _num_strips(spatial_shapes: HostShapes) -> int:
     """Returns the most strips of a level, of its rows or of its columns."""
-    return _divide_up(max(max(shape) for shape in spatial_shapes), _STRIP_LINES)
+    return triton.cdiv(max(max(shape) for shape in spatial_shapes), _STRIP_LINES)
 
 
 @lru_cache(maxsize=64)
@@ -199,7 +199,3 @@ def _encoding_block(num_channels: int) -> tuple[int, int]:
     """Returns the pairs of channels of a block, a power of 2, and its pixels."""
     block_p = max(4, triton.next_power_of_2(num_channels // 4))
     return block_p, max(1, _ENCODED_PAIRS // block_p)
-
-
-def _divide_up(number: int, divisor: int) -> int:
-    return -(-number // divisor)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from torchvision.ops import FrozenBatchNorm2d
 
+from models.layers.fused_frozen_norm import TERMS, norm_terms
 from models.layers.fused_frozen_norm_kernels import load_scale, load_shift
 from msda_op.triton.kernel_launch import Launch
 
@@ -84,11 +85,7 @@ def frozen_norm_relu_pool(x: Tensor, norm: FrozenBatchNorm2d) -> Tensor:
     arguments = {
         "x": x,
         "output": output,
-        "weight": norm.weight,
-        "bias": norm.bias,
-        "running_mean": norm.running_mean,
-        "running_var": norm.running_var,
-        "eps": norm.eps,
+        **norm_terms(norm, TERMS),
         "num_pixels": num_pixels,
         "height": height,
         "width": width,
