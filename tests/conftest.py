@@ -1,4 +1,4 @@
-"""Test-wide set-up: where commands find packages, the interpreter without a GPU, Ctrl-C as in a terminal, `gpu`."""
+"""Test-wide set-up: where commands find packages, the interpreter without a GPU, Ctrl-C as in a terminal, fixtures."""
 
 import json
 import os
@@ -32,6 +32,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Fills what `torch.empty` returns with NaN, so that an element nobody writes fails a comparison.
+
+    PyTorch does so in its deterministic mode, which the op follows unless it is called with `deterministic=False`.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(1000).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 class Commands:

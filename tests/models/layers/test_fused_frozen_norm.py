@@ -1,4 +1,4 @@
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,13 +19,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RESIDUALS = ["none", "plain", "normalised"]
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """Fills what `torch.empty` returns with NaN, so that an element nobody writes fails a comparison."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(1000).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def make_norm(channels: int, seed: int) -> FoldedBatchNorm2d:

@@ -1,5 +1,5 @@
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -27,13 +27,7 @@ SIZES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """Fills what `torch.empty` returns with NaN, so that an element nobody writes fails a comparison."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(1000).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def make_geometry(shapes: tuple[tuple[int, int], ...], batch_size: int, padding: str) -> LevelGeometry:

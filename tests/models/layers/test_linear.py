@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -20,13 +19,7 @@ from models.layers.row_sum import add_partial_sums, sum_passed_rows, sum_rows
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """Fills what `torch.empty` returns with NaN, so that an element nobody writes fails a comparison."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.empty(1000).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
